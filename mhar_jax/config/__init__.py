@@ -1,0 +1,5 @@
+"""Settings of a run: the schema, and reading it from a file and the command line."""
+
+from mhar_jax.config.schema import Config, ModelConfig
+
+__all__ = ["Config", "ModelConfig"]
