@@ -1,0 +1,234 @@
+"""The decoder: Qwen3 and Llama-3.1 shapes, with every variant of depth routing behind one field."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from mhar_kernels import depth_stack
+
+from mhar_jax.config.schema import ModelConfig
+from mhar_jax.errors import UserError
+from mhar_jax.models.flows import make_flow
+from mhar_jax.models.initialise import Initializer
+from mhar_jax.models.loss import LossSums, cross_entropy
+from mhar_jax.models.remat import remat_layer, remat_sublayer
+from mhar_jax.models.rotary import rotary_tables
+from mhar_jax.models.routing import Record, SiteReader
+from mhar_jax.models.sites import HyperParameters, RoutingParameters, depth_rows, num_sites, num_sublayers
+from mhar_jax.models.sublayers import Layer, TokenContext, attention_sublayer, mlp_sublayer, rms_norm
+from mhar_jax.sharding import constrain
+
+STACKED_VARIANTS = ("attention_residuals", "mhar")  # what `depth_stack` computes
+
+
+class Decoder(nnx.Module):
+    """A causal language model.
+
+    Parameters (linear maps [in, out], in config.param_dtype): `embedding` [V, D]; `layers[i].attention` and
+    `layers[i].mlp`; `final_norm` [D]; `head` [D, V] when untied; `routing` (routed variants) or `hyper`
+    (hyper_connections), stacked over sites. At one seed the backbone is the same, to the bit, for every variant.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        """Fresh parameters: matrices N(0, init_std²), norms 1, queries, null sources and gates 0."""
+        if config.vocab_size is None:
+            raise UserError("model.vocab_size must be set to build a model, got None; take it from the tokenizer")
+        self.config = config
+        init = Initializer(rngs.params(), std=config.init_std, dtype=config.param_dtype)
+        self.embedding = init.normal("embedding", config.vocab_size, config.d_model)
+        self.layers = nnx.List([Layer(config, init.at("layers").at(str(i))) for i in range(config.num_layers)])
+        self.final_norm = init.ones(config.d_model)
+        if not config.tie_embeddings:
+            self.head = init.normal("head", config.d_model, config.vocab_size)
+        if config.is_routed:
+            self.routing = RoutingParameters(config, init.at("routing"))
+            assert self.routing.norm_scale.shape[0] == num_sites(config)
+        if config.variant == "hyper_connections":
+            self.hyper = HyperParameters(config, init.at("hyper"))
+
+    def __call__(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits, float32 [B, T, V].
+
+        Args:
+          tokens: int32 [B, T], in [0, V).
+          positions: int32 [B, T]; None: 0 to T - 1.
+          segment_ids: int32 [B, T]; tokens attend within their own segment. None: one segment a row.
+        """
+        with self._precision():
+            hidden = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
+            head, vocab_axis = self._head()
+            contract = (((2,), (1 - vocab_axis,)), ((), ()))
+            logits = jax.lax.dot_general(
+                hidden, head.astype(hidden.dtype), contract, preferred_element_type=jnp.float32
+            )
+            return constrain(logits, "batch", None, "vocab")
+
+    def hidden(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
+        """The final norm's output [B, T, D], in config.compute_dtype. Arguments as for a call."""
+        return self._run(tokens, positions, segment_ids, None)
+
+    def loss(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        *,
+        loss_weights: jax.Array | None = None,
+        z_loss: float = 0.0,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Summed cross-entropy of `targets` given `tokens`, in nats, without ever holding all logits.
+
+        Args:
+          tokens, targets: int32 [B, T].
+          loss_weights: [B, T], 0 where a token does not count; None: all 1.
+          z_loss: weight of logsumexp(logits)² in the sum.
+          positions, segment_ids: as for a call.
+
+        Returns:
+          The sum over tokens, and sums `nll`, `z` (logsumexp², without its weight) and `tokens` (of the weights), all
+          float32 scalars. Only the first carries a gradient.
+        """
+        with self._precision():
+            hidden = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
+            head, vocab_axis = self._head()
+            sums: LossSums = cross_entropy(
+                hidden,
+                head,
+                targets,
+                loss_weights,
+                vocab_axis=vocab_axis,
+                z_loss=z_loss,
+                chunk=self.config.loss_chunk,
+            )
+        if loss_weights is None:
+            count = jnp.asarray(targets.size, jnp.float32)
+        else:
+            count = jnp.sum(loss_weights, dtype=jnp.float32)
+        return sums.total, {"nll": sums.nll, "z": sums.z, "tokens": count}
+
+    def depth_weights(
+        self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
+    ) -> list[jax.Array]:
+        """The weights of every routing site, in order: float32 [sources, B, T, H], named by `sites.source_labels`.
+
+        H is the number of depth softmaxes of the site: KV groups at an attention site of mhar_headwise.
+        """
+        found: dict[int, jax.Array] = {}
+        self.visit_sites(tokens, found.__setitem__, positions=positions, segment_ids=segment_ids)
+        return [found[i] for i in range(len(found))]
+
+    def visit_sites(
+        self,
+        tokens: jax.Array,
+        record: Record,
+        *,
+        positions: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+    ) -> jax.Array:
+        """`hidden`, calling `record(site, weights)` at every routing site, so that weights can be reduced at once."""
+        if not self.config.is_routed:
+            raise UserError(f"depth weights need a routed model, got model.variant={self.config.variant}")
+        return self._run(tokens, positions, segment_ids, record)
+
+    def _head(self) -> tuple[jax.Array, int]:
+        """The head's matrix and which of its axes is the vocabulary."""
+        return (self.embedding[...], 0) if self.config.tie_embeddings else (self.head[...], 1)
+
+    def _precision(self) -> contextlib.AbstractContextManager:
+        """float32 means float32: no TF32 and no bfloat16 passes behind the user's back."""
+        if self.config.compute_dtype == "float32":
+            return jax.default_matmul_precision("highest")
+        return contextlib.nullcontext()
+
+    def _run(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None,
+        segment_ids: jax.Array | None,
+        record: Record | None,
+    ) -> jax.Array:
+        config = self.config
+        if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
+            raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype.name}{list(tokens.shape)}")
+        if positions is None:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+        context = TokenContext(rotary_tables(positions, config), segment_ids)
+        with self._precision():
+            # Rows are gathered before they are rounded: casting the whole table first would cost more.
+            x = constrain(self.embedding[...][tokens].astype(config.compute_dtype), "batch", None, None)
+            x = self._sublayers(x, context, record)
+            return rms_norm(x, self.final_norm[...], config.norm_eps).astype(config.compute_dtype)
+
+    def _sublayers(self, x: jax.Array, context: TokenContext, record: Record | None) -> jax.Array:
+        """From the embedding to the final norm's input."""
+        config = self.config
+        params = [p.arrays() for layer in self.layers for p in (layer.attention, layer.mlp)]
+
+        def attention(p, h):
+            return attention_sublayer(p, h, context, config)
+
+        def mlp(p, h):
+            return mlp_sublayer(p, h, config)
+
+        sublayers = [remat_sublayer(config.remat, f) for _ in self.layers for f in (attention, mlp)]
+        assert len(sublayers) == len(params) == num_sublayers(config)
+        if config.variant in STACKED_VARIANTS and record is None and config.remat != "layer":
+            return self._stack(sublayers, params, x)
+        return self._site_by_site(sublayers, params, x, record)
+
+    def _stack(self, sublayers: list[Callable], params: list[Any], x: jax.Array) -> jax.Array:
+        config, routing = self.config, self.routing.arrays()
+        assert routing["query"].shape[0] == len(sublayers) + 1 == num_sites(config)
+        return depth_stack(
+            sublayers,
+            params,
+            x,
+            routing["query"],
+            routing["norm_scale"],
+            num_heads=config.heads_of_depth,
+            eps=config.norm_eps,
+            implementation=config.routing_implementation,
+        )
+
+    def _site_by_site(
+        self, sublayers: list[Callable], params: list[Any], x: jax.Array, record: Record | None
+    ) -> jax.Array:
+        config = self.config
+        flow, reader = make_flow(config), SiteReader(config, record)
+        depth = self.routing.arrays() if config.is_routed else self.hyper.arrays() if hasattr(self, "hyper") else {}
+        rows = depth_rows(config, depth)
+
+        def run_layer(first: int) -> Callable:
+            def layer(state, layer_params, layer_rows):
+                outputs = []
+                for offset in range(2):
+                    i, row = first + offset, layer_rows[offset]
+                    y = sublayers[i](layer_params[offset], flow.read(state, i, row, reader))
+                    state = flow.write(state, i, row, y)
+                    outputs.append(y)
+                return outputs
+
+            return remat_layer(config.remat, layer)
+
+        state = flow.start(x)
+        for first in range(0, len(sublayers), 2):
+            pair = slice(first, first + 2)
+            outputs = run_layer(first)(state, params[pair], rows[pair])
+            for offset, y in enumerate(outputs):
+                state = flow.write(state, first + offset, rows[first + offset], y)
+        x = flow.finish(state, rows[-1], reader)
+        reader.check()
+        return x
+
+
+def build_model(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:
+    """A freshly initialised model; the same seed gives the same backbone for every variant."""
+    return Decoder(config, rngs=rngs)
