@@ -131,7 +131,7 @@ class ModelConfig:
 class DataConfig:
     """Where the text comes from and how it becomes tokens."""
 
-    path: str | None = None  # file, glob or directory (.txt .jsonl .parquet, or prepared shards); None: the embedded text
+    path: str | None = None  # file, glob or directory (text, jsonl, parquet, prepared); None: the embedded text
     format: Literal["auto", "text", "jsonl", "parquet", "tokens", "synthetic"] = "auto"  # auto: by file name
     text_field: str = "text"  # field (JSON lines) or column (parquet) that holds a document
     tokenizer: str = "bytes"  # "bytes", or the path of a Hugging Face tokenizer.json (or its directory)
@@ -139,7 +139,8 @@ class DataConfig:
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of documents held out, chosen by document hash
     held_out_path: str | None = None  # evaluate on this text instead of a split of path
     shuffle: bool = True  # shuffle documents in every epoch, by seed
-    workers: NonNegativeInt = 0  # Grain worker processes for each host; 0: in the training process
+    tokenize_at_start_mb: NonNegativeInt = 256  # text up to this many MB is tokenised when the run starts; larger on the fly
+    workers: NonNegativeInt = 0  # Grain worker processes for each host; 0: threads of the training process
     prefetch: PositiveInt = 2  # batches prepared ahead
 
 
