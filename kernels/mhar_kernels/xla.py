@@ -1,6 +1,8 @@
-"""Depth routing in plain jnp, written so that XLA fuses it: no normalised keys, no stacked copy of the sources.
+"""Depth routing in plain jnp: the same formulas everywhere, and the fallback where no kernel runs.
 
 Scores are float32 multiply-and-reduce, never a matrix product, so no backend's default matmul precision touches them.
+A sequence of sources is stacked inside the call: one chain of operations a site keeps compile time linear in the number
+of sites, where a chain a source would make it quadratic.
 """
 
 import functools
@@ -24,28 +26,33 @@ def route(call: RouteCall, arrays: RouteArrays) -> tuple[jax.Array, jax.Array]:
 def _route(call: RouteCall, arrays: RouteArrays) -> tuple[jax.Array, jax.Array]:
     wide = jnp.promote_types(call.dtype, jnp.float32)
     query = arrays.query.astype(wide)
-    parts = [] if call.num_sources == 0 else [arrays.sources] if call.stacked else [s[None] for s in arrays.sources]
-    if arrays.null_source is not None:  # one row for all tokens: its logits are made once and broadcast
-        parts.insert(0, arrays.null_source.astype(wide)[None, None])
-
     heads = lambda x: x.reshape(*x.shape[:-1], call.num_heads, call.head_dim)
-    logits, lows = [], []
-    for part in parts:
-        s = part.astype(wide)
-        rows = (s.shape[0], call.tokens, call.num_heads)
+
+    def logits(s: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         inverse_rms = jax.lax.rsqrt(jnp.mean(s * s, axis=-1) + call.eps)
         logit = _tree_sum(heads(s) * heads(query)) * inverse_rms[..., None]
-        if call.dtype == "float32":
-            exact = _exact_logits(call, *jax.lax.stop_gradient((s, query, arrays.query_low)))
-            logit = logit + jax.lax.stop_gradient(exact.high - logit)  # the pair's value, the plain formula's gradient
-            lows.append(jnp.broadcast_to(exact.low, rows))
-        logits.append(jnp.broadcast_to(logit, rows))
-    weights = _softmax(jnp.concatenate(logits), jnp.concatenate(lows) if lows else None)
+        if call.dtype != "float32":
+            return logit, None
+        exact = _exact_logits(call, *jax.lax.stop_gradient((s, query, arrays.query_low)))
+        # The pair's value with the plain formula's gradient.
+        return logit + jax.lax.stop_gradient(exact.high - logit), exact.low
+
+    parts = []
+    if arrays.null_source is not None:  # one row for all tokens: its logits are made once and broadcast
+        parts.append(arrays.null_source.astype(wide)[None, None])
+    if call.num_sources:
+        sources = arrays.sources if call.stacked else jnp.stack(arrays.sources)
+        parts.append(sources.astype(wide))
+    tokens_of = lambda x: jnp.broadcast_to(x, (x.shape[0], call.tokens, call.num_heads))
+    pairs = [logits(part) for part in parts]
+    high = jnp.concatenate([tokens_of(h) for h, _ in pairs])
+    low = jnp.concatenate([tokens_of(x) for _, x in pairs if x is not None]) if call.dtype == "float32" else None
+    weights = _softmax(high, low)
 
     mix, start = jnp.zeros((), wide), 0
     for part in parts:
         w = weights[start : start + part.shape[0], :, :, None]
-        mix = mix + jnp.sum(w * heads(part.astype(wide)), axis=0)
+        mix = mix + jnp.sum(w * heads(part), axis=0)
         start += part.shape[0]
     mix = mix.reshape(call.tokens, call.dim)
 

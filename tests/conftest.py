@@ -1,0 +1,11 @@
+"""One strict process: CPU only, eight simulated devices, warnings are errors (pyproject.toml)."""
+
+import os
+
+# Before JAX looks for devices: libtpu is here for its compiler, not for a chip.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
