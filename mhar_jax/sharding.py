@@ -5,7 +5,7 @@ Axes of the mesh (always all three, most of size 1): `data` splits the batch, `f
 """
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "fsdp", "tensor")

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from mhar_kernels import kernel_call, reference, xla
+from mhar_kernels.contract import RouteArrays, RouteCall
 from mhar_kernels.errors import UnsupportedInputError
 from mhar_kernels.target import current_platform
 from mhar_kernels.twofloat import two_prod
-from mhar_kernels.contract import RouteArrays, RouteCall
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "triton"]
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "xla", "pallas_tpu", "triton")
@@ -176,7 +176,7 @@ def _unsupported(name: str, call: RouteCall) -> str | None:
     return backend.unsupported(call)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _log_once(message: str) -> None:
     _log.info(message)
 

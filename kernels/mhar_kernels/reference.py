@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def define(arrays: dict[str, jax.Array], *, num_heads: int, eps: float) -> tuple[jax.Array, jax.Array]:
-    """out [..., D] and weights [N(+1), ..., H] of sources [N, ..., D], query [D], optional residual, gate, null_source."""
+    """out [..., D], weights [N(+1), ..., H] of sources [N, ..., D], query [D], optional residual, gate, null_source."""
     s = arrays["sources"]
     if "null_source" in arrays:
         s = jnp.concatenate([jnp.broadcast_to(arrays["null_source"], (1, *s.shape[1:])), s])

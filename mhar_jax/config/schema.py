@@ -49,7 +49,8 @@ class RopeScaling:
     def _check(self):
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
-                f"high_freq_factor must be above low_freq_factor, got {self.high_freq_factor} and {self.low_freq_factor}"
+                "high_freq_factor must be above low_freq_factor, "
+                f"got {self.high_freq_factor} and {self.low_freq_factor}"
             )
         return self
 
@@ -59,7 +60,9 @@ class ModelConfig:
     """A decoder of Qwen3 or Llama shape, and how its sublayers read the depth history."""
 
     variant: Variant = "mhar"  # how a sublayer reads what came before it
-    vocab_size: PositiveInt | None = None  # rows of the embedding; None: the tokenizer's, rounded up to a multiple of 128
+    vocab_size: PositiveInt | None = (
+        None  # rows of the embedding; None: the tokenizer's, up to a multiple of 128
+    )
     num_layers: PositiveInt = 12  # layers; each has an attention and an MLP sublayer
     d_model: PositiveInt = 512  # width D of the stream
     num_heads: PositiveInt = 8  # attention query heads
@@ -106,7 +109,8 @@ class ModelConfig:
     def _check(self):
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"num_kv_heads must divide num_heads, got num_kv_heads={self.num_kv_heads} and num_heads={self.num_heads}"
+                "num_kv_heads must divide num_heads, "
+                f"got num_kv_heads={self.num_kv_heads} and num_heads={self.num_heads}"
             )
         if self.head_dim is None and self.d_model % self.num_heads:
             raise ValueError(
@@ -139,7 +143,9 @@ class DataConfig:
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of documents held out, chosen by document hash
     held_out_path: str | None = None  # evaluate on this text instead of a split of path
     shuffle: bool = True  # shuffle documents in every epoch, by seed
-    tokenize_at_start_mb: NonNegativeInt = 256  # text up to this many MB is tokenised when the run starts; larger on the fly
+    tokenize_at_start_mb: NonNegativeInt = (
+        256  # text up to this size is tokenised at the start, larger on the fly
+    )
     workers: NonNegativeInt = 0  # Grain worker processes for each host; 0: threads of the training process
     prefetch: PositiveInt = 2  # batches prepared ahead
 
@@ -239,7 +245,8 @@ class Config:
     def _check(self):
         if self.seq_len > self.model.context:
             raise ValueError(
-                f"seq_len must not exceed model.context, got seq_len={self.seq_len} and model.context={self.model.context}"
+                "seq_len must not exceed model.context, "
+                f"got seq_len={self.seq_len} and model.context={self.model.context}"
             )
         if self.batch_size % self.optimizer.accumulate:
             raise ValueError(

@@ -1,6 +1,6 @@
 """The given cases, and a float64 oracle in NumPy written from the definition, forward and backward by hand.
 
-The backward pass is the derivation in DESIGN of the blocked algorithm (arXiv 2607.27230 gives the forward pass only), so
+The backward pass is derived by hand (arXiv 2607.27230 gives the forward pass only), so
 it shares no code and no autodiff with what it tests; `test_oracle.py` holds it against finite differences.
 """
 

@@ -18,7 +18,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mhar_kernels import depth_route
-
 from oracle import error, load_case, random_case, route_case_names, solve
 
 VALUE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 6e-4}
