@@ -10,6 +10,7 @@ from typing import Any
 
 import grain
 import numpy as np
+from absl import flags
 from grain.experimental import ThreadPrefetchIterDataset
 
 from mhar_jax.data.packing import PackedTokens
@@ -199,4 +200,7 @@ def stream_batches(
 def _in_workers(dataset: grain.IterDataset, workers: int, buffer: int) -> grain.IterDataset:
     if not workers:
         return dataset
+    if not flags.FLAGS.is_parsed():
+        # Grain up to 0.2.18 reads an absl flag here, which fails in programs that parse none (its issue 1355).
+        flags.FLAGS.mark_as_parsed()
     return dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=buffer))

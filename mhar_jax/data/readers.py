@@ -79,9 +79,13 @@ class JsonLinesFile(DocumentFile):
             for position in range(0, len(content), _CHUNK):
                 chunk = np.frombuffer(content[position : position + _CHUNK], np.uint8)
                 newlines.append(np.flatnonzero(chunk == ord("\n")) + position)
-        breaks = np.concatenate([*newlines, [self.num_bytes]]).astype(np.int64)
-        spans = np.stack([np.concatenate([[0], breaks[:-1] + 1]), breaks], axis=1)
-        self._spans = spans[spans[:, 1] - spans[:, 0] > 1]  # one character is a carriage return at best
+            breaks = np.concatenate([*newlines, [self.num_bytes]]).astype(np.int64)
+            spans = np.stack([np.concatenate([[0], breaks[:-1] + 1]), breaks], axis=1)
+            length = spans[:, 1] - spans[:, 0]
+            empty = length == 0
+            for line in np.flatnonzero(length == 1).tolist():
+                empty[line] = content[int(spans[line, 0])] == ord("\r")
+        self._spans = spans[~empty]
 
     def __len__(self) -> int:
         return len(self._spans)
@@ -89,7 +93,7 @@ class JsonLinesFile(DocumentFile):
     def __getitem__(self, index: int) -> str:
         start, end = self._spans[index].tolist()
         raw = _read(self.path, start, end)
-        line = _decode(raw.removeprefix(_BOM), self.path, start)
+        line = _decode(raw, self.path, start).removeprefix("\ufeff")
         try:
             value = json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:

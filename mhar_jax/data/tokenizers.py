@@ -67,12 +67,26 @@ class HuggingFaceTokenizer(Tokenizer):
     implementation: Any = field(repr=False, compare=False)
     path: Path = field(repr=False, compare=False)  # of the tokenizer.json itself
 
+    def __post_init__(self) -> None:
+        _take_text_as_text(self.implementation)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _take_text_as_text(self.implementation)  # not kept by its pickle
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         encoded = self.implementation.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, np.int32) for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.implementation.decode([i for i in map(int, ids) if 0 <= i < self.vocab_size])
+
+
+def _take_text_as_text(implementation: Any) -> None:
+    # Settings of a file meant for short inputs would cut or fill up documents.
+    implementation.no_truncation()
+    implementation.no_padding()
+    implementation.encode_special_tokens = True
 
 
 def load_tokenizer(spec: str, eos_token: str | None = None) -> Tokenizer:
@@ -113,10 +127,6 @@ def _load_tokenizer_json(spec: str, path: Path, eos_token: str | None) -> Tokeni
         implementation = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers package raises bare Exception
         raise UserError(f"data.tokenizer: {path} is not a Hugging Face tokenizer.json ({error})") from error
-    # Settings of a file meant for short inputs: they would cut or fill up documents.
-    implementation.no_truncation()
-    implementation.no_padding()
-    implementation.encode_special_tokens = True
 
     vocabulary = implementation.get_vocab(with_added_tokens=True)
     names = END_TOKENS if eos_token is None else (eos_token,)
