@@ -60,9 +60,7 @@ class ModelConfig:
     """A decoder of Qwen3 or Llama shape, and how its sublayers read the depth history."""
 
     variant: Variant = "mhar"  # how a sublayer reads what came before it
-    vocab_size: PositiveInt | None = (
-        None  # rows of the embedding; None: the tokenizer's, up to a multiple of 128
-    )
+    vocab_size: PositiveInt | None = None  # rows of the embedding; None: the tokenizer's, up to a multiple of 128
     num_layers: PositiveInt = 12  # layers; each has an attention and an MLP sublayer
     d_model: PositiveInt = 512  # width D of the stream
     num_heads: PositiveInt = 8  # attention query heads
@@ -143,9 +141,7 @@ class DataConfig:
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.05  # share of documents held out, chosen by document hash
     held_out_path: str | None = None  # evaluate on this text instead of a split of path
     shuffle: bool = True  # shuffle documents in every epoch, by seed
-    tokenize_at_start_mb: NonNegativeInt = (
-        256  # text up to this size is tokenised at the start, larger on the fly
-    )
+    tokenize_at_start_mb: NonNegativeInt = 256  # text up to this size is tokenised at the start, larger on the fly
     workers: NonNegativeInt = 0  # Grain worker processes for each host; 0: threads of the training process
     prefetch: PositiveInt = 2  # batches prepared ahead
 
@@ -158,11 +154,11 @@ class OptimizerConfig:
     final_lr_ratio: NonNegativeFloat = 0.1  # last learning rate as a share of the peak
     schedule: Schedule = "cosine"  # cosine; wsd: constant, then linear over the last decay_fraction; linear
     decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2  # share of the steps in which wsd decays
-    warmup_steps: NonNegativeInt = 1000  # linear from 0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.95
-    eps: PositiveFloat = 1e-8
-    weight_decay: NonNegativeFloat = 0.1
+    warmup_steps: NonNegativeInt = 1000  # steps of linear rise from 0
+    beta1: Fraction = 0.9  # decay of the mean gradient
+    beta2: Fraction = 0.95  # decay of the mean squared gradient
+    eps: PositiveFloat = 1e-8  # added to the root of the mean squared gradient
+    weight_decay: NonNegativeFloat = 0.1  # decoupled, times the learning rate
     decay_mask: Literal["all", "matrices"] = "all"  # matrices: no decay on embeddings, norms, gates, queries, biases
     clip_norm: PositiveFloat | None = 1.0  # global gradient norm; None: no clipping
     accumulate: PositiveInt = 1  # micro-batches a step; batch_size is the whole step's
@@ -218,16 +214,16 @@ class LogConfig:
 class SampleConfig:
     """The text printed at the end of a run."""
 
-    prompt: str = "It is a truth"
+    prompt: str = "It is a truth"  # what it continues
     tokens: NonNegativeInt = 200  # 0: no sample
-    temperature: NonNegativeFloat = 0.8
+    temperature: NonNegativeFloat = 0.8  # 0: the likeliest token
 
 
 @_strict
 class Config:
     """A whole run."""
 
-    run_dir: str = "runs/tiny"  # everything the run writes
+    run_dir: Annotated[str, Field(min_length=1)] = "runs/tiny"  # everything the run writes
     seed: NonNegativeInt = 42  # parameters, data order and sampling
     steps: PositiveInt = 20000  # optimizer steps
     batch_size: PositiveInt = 64  # sequences a step, over all devices and micro-batches
