@@ -28,7 +28,9 @@ def _parser() -> argparse.ArgumentParser:
 
     p = commands.add_parser("prepare", help="tokenise text once into ArrayRecord token shards", formatter_class=style)
     p.add_argument("--path", metavar="PATH", help="file, glob or directory of text; None: the embedded text")
-    p.add_argument("--out", metavar="DIR", required=True, help="directory to make; must not exist or be empty")
+    p.add_argument(
+        "--out", metavar="DIR", required=True, default=argparse.SUPPRESS, help="directory to make (required)"
+    )
     p.add_argument("--tokenizer", metavar="PATH", default="bytes", help="'bytes', a tokenizer.json or its directory")
     p.add_argument("--eos-token", metavar="TEXT", help="end-of-text token; None: the usual names are looked for")
     p.add_argument("--format", default="auto", choices=("auto", "text", "jsonl", "parquet"), help="type of the files")

@@ -163,7 +163,7 @@ def open_prepared(path: str, tokenizer: Tokenizer) -> TokenCorpus:
     """The corpus of a prepared directory.
 
     Raises:
-      UserError: damaged, or prepared with another tokenizer.
+      UserError: damaged, or prepared with another tokenizer or end-of-text.
     """
     directory = Path(path)
     index = load_index(directory)
@@ -172,6 +172,11 @@ def open_prepared(path: str, tokenizer: Tokenizer) -> TokenCorpus:
         raise UserError(
             f"data.tokenizer: {path} was prepared with the tokenizer {index.tokenizer} and data.tokenizer is "
             f"{tokenizer.spec}, which is another one; set data.tokenizer={own}"
+        )
+    if index.eos_id != tokenizer.eos_id:
+        raise UserError(
+            f"data.eos_token: {path} was prepared for the end-of-text {index.eos_token} and the run's is "
+            f"{tokenizer.eos_token}; set data.eos_token={index.eos_token}"
         )
     hashes = np.array(_load_column(directory, index.hashes_file, index.documents, "<u8"))
     return TokenCorpus(path, ShardTokens(directory, index), hashes, corpus_fingerprint(hashes, tokenizer))

@@ -158,6 +158,10 @@ def test_another_tokenizer_is_refused(prepared, tokenizer, make_config):
     message = error_of(make_train_iterator, make_config(path=str(prepared)), load_tokenizer("bytes"))
     assert f"was prepared with the tokenizer {tokenizer.spec} and data.tokenizer is bytes" in message
     assert f"set data.tokenizer={prepared}/tokenizer.json" in message
+    message = error_of(
+        make_train_iterator, make_config(path=str(prepared)), load_tokenizer(str(prepared), "<|im_end|>")
+    )
+    assert "was prepared for the end-of-text <|endoftext|> and the run's is <|im_end|>; set data.eos_token=" in message
     own = load_tokenizer(str(prepared))
     make_train_iterator(make_config(path=str(prepared)), own).close()
 
