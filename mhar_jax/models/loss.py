@@ -145,8 +145,9 @@ def _scan(options, with_grads, vocab_axis_name, hidden, head, targets, weights):
         if vocab_axis_name:
             top = jax.lax.pmax(top, vocab_axis_name)
         lse = top + jnp.log(over_vocab(jnp.sum(jnp.exp(logits - top[:, None]), axis=-1)))
-        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == (target - first)[:, None]
-        target_logit = over_vocab(jnp.sum(jnp.where(is_target, logits, 0), axis=-1))
+        local = target - first
+        picked = jnp.take_along_axis(logits, jnp.clip(local, 0, logits.shape[1] - 1)[:, None], axis=-1)[:, 0]
+        target_logit = over_vocab(jnp.where((local >= 0) & (local < logits.shape[1]), picked, 0))
         nll, z = jnp.sum(weight * (lse - target_logit)), jnp.sum(weight * lse * lse)
         sums = (sums[0] + nll + options.z_loss * z, sums[1] + nll, sums[2] + z)
         if not with_grads:
@@ -154,6 +155,7 @@ def _scan(options, with_grads, vocab_axis_name, hidden, head, targets, weights):
         # d total / d logits = weight · (softmax · (1 + 2 z_loss · lse) − [target])
         probability_scale = weight * (1 + 2 * options.z_loss * lse)
         d_logits = jnp.exp(logits - lse[:, None]) * probability_scale[:, None]
+        is_target = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 1) == local[:, None]
         d_logits = (d_logits - jnp.where(is_target, weight[:, None], 0)).astype(hidden.dtype)
         d_h = over_vocab(
             jax.lax.dot_general(d_logits, rounded, (((1,), (vocab,)), ((), ())), preferred_element_type=gradient_dtype)
