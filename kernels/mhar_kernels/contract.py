@@ -29,6 +29,7 @@ class RouteCall:
     interpret: bool
     tile: tuple[tuple[str, int], ...] | None  # explicit tile choice
     platform: str  # "cpu" | "gpu" | "tpu": where the call will run
+    differentiated: bool = False  # a backward pass may follow: forward keeps what it will need
 
     @property
     def head_dim(self) -> int:

@@ -1,5 +1,6 @@
 """One custom_vjp for every kernel backend: forward keeps the mix and the softmax's log-denominator, nothing else."""
 
+import dataclasses
 import functools
 import importlib
 from typing import cast
@@ -7,6 +8,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
+from mhar_kernels import varying
 from mhar_kernels.contract import Backend, RouteArrays, RouteCall, RouteSaved
 
 MODULES = {"pallas_tpu": "mhar_kernels.pallas_tpu", "triton": "mhar_kernels.triton_gpu"}
@@ -28,13 +30,7 @@ def _vary_together(arrays: RouteArrays) -> RouteArrays:
     The cotangent of that mark is the sum over shards, so a replicated query gets its whole gradient exactly once and
     the backward kernels never see a collective.
     """
-    axes = frozenset[str]().union(*(jax.typeof(a).vma for a in jax.tree.leaves(arrays)))
-
-    def vary(a: jax.Array) -> jax.Array:
-        missing = tuple(axes - jax.typeof(a).vma)
-        return jax.lax.pcast(a, missing, to="varying") if missing else a
-
-    return jax.tree.map(vary, arrays)
+    return varying.over(varying.axes(arrays), arrays)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -44,7 +40,7 @@ def _route(name: str, call: RouteCall, arrays: RouteArrays) -> tuple[jax.Array, 
 
 
 def _forward(name, call, arrays):
-    result = load(name).forward(call, arrays)
+    result = load(name).forward(dataclasses.replace(call, differentiated=True), arrays)
     mix = result.out if result.mix is None else result.mix
     return (result.out, result.weights), (arrays, RouteSaved(mix, result.lse, result.weights))
 

@@ -1,0 +1,121 @@
+"""Argument lists and launches of the Triton kernels, compiled or interpreted.
+
+A Triton kernel has a fixed list of arguments, so N separate source arrays need a kernel with N pointers. Those lists
+are generated here. Pointer counts are rounded up to a few sizes, so that a model whose sites read 1, 2, ..., 73 sources
+compiles a handful of kernels; N itself is a run-time number.
+"""
+
+import functools
+import inspect
+import linecache
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import triton
+from triton.runtime.jit import JITFunction
+
+from mhar_kernels import triton_kernels, varying
+
+POINTER_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192)
+CONSTANTS = tuple("NB D H K HB L C SB ITEMSIZE MANTISSA EPS STAGES AHEAD".split())
+DEFAULT_CAPABILITY = 90  # lowered ahead of time with no GPU in sight: Hopper
+_BODIES = {"forward": triton_kernels.forward_body, "backward": triton_kernels.backward_body}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The argument list of one kernel: what is not named is None in the kernel's body.
+
+    `inputs` and `outputs` name parameters of the body, in the order of the call; sources and d_sources stand for
+    `pointers` arguments each.
+    """
+
+    direction: str  # "forward" | "backward"
+    pointers: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The kernel's name, as profilers show it."""
+        return f"depth_route_{self.direction}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """Every argument but the constants, in order."""
+        return [a for group in (*self.inputs, *self.outputs) for a in self._expand(group)]
+
+    def _expand(self, name: str) -> list[str]:
+        return [f"{name}_{i}" for i in range(self.pointers)] if name in ("sources", "d_sources") else [name]
+
+    def source(self) -> str:
+        """Python source of the kernel: a call of the body."""
+        body = _BODIES[self.direction].fn
+        values = {name: name for name in (*self.inputs, *self.outputs, *CONSTANTS)}
+        if "table" in values:
+            values["table"] = "table.to(tl.pointer_type(tl.int64))"
+        for name in ("sources", "d_sources"):
+            values[name] = "(" + "".join(f"{a}, " for a in self._expand(name)) + ")"
+        passed = ", ".join(values.get(p, "None") for p in inspect.signature(body).parameters)
+        arguments = ", ".join([*self.arguments, *(f"{c}: tl.constexpr" for c in CONSTANTS)])
+        return f"def {self.name}({arguments}):\n    {body.__name__}({passed})\n"
+
+
+def pointer_count(n: int) -> int | None:
+    """The number of source pointers of a kernel for n separate arrays; None if there is no kernel with so many."""
+    return next((c for c in POINTER_COUNTS if c >= n), None)
+
+
+@functools.lru_cache(maxsize=None)
+def kernel(signature: Signature) -> JITFunction:
+    """The kernel with that argument list."""
+    source = signature.source()
+    filename = f"<{signature!r}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)  # Triton reads it back
+    scope = dict(vars(triton_kernels))
+    exec(compile(source, filename, "exec"), scope)
+    return triton.jit(scope[signature.name])
+
+
+def launch(
+    signature: Signature,
+    inputs: Sequence[jax.Array | int],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+    grid: tuple[int, int],
+    warps: int,
+    interpret: bool,
+) -> list[jax.Array]:
+    """Runs the kernel: on the GPU through jax-triton, or interpreted on the host."""
+    if interpret:
+        from mhar_kernels import triton_interpreter
+
+        return triton_interpreter.call(signature, inputs, outputs, constants, grid)
+    import jax_triton
+
+    call: Any = jax_triton.triton_call
+    shapes = "out_type" if "out_type" in inspect.signature(call).parameters else "out_shape"  # 0.4 renames it
+    results: list[jax.Array] = call(
+        *inputs,
+        kernel=kernel(signature),
+        name=signature.name,
+        grid=grid,
+        num_warps=warps,
+        num_stages=max(2, constants["STAGES"]),
+        compute_capability=None if gpu() is not None else DEFAULT_CAPABILITY,
+        **{shapes: list(outputs)},
+        **constants,
+    )
+    # jax-triton knows nothing of shard_map, where its outputs vary as its inputs do.
+    return varying.over(varying.axes([a for a in inputs if not isinstance(a, int)]), results)
+
+
+@functools.lru_cache(maxsize=None)
+def gpu() -> jax.Device | None:
+    """The first GPU of this process, if JAX sees one."""
+    try:
+        return jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return None
