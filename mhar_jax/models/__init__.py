@@ -1,5 +1,17 @@
 """The decoder and everything it is made of."""
 
+from mhar_jax.models.counting import count_parameters, train_flops_per_token
 from mhar_jax.models.decoder import Decoder, build_model
+from mhar_jax.models.sites import site_labels, source_labels
+from mhar_jax.models.summary import RoutingSummary, routing_summary
 
-__all__ = ["Decoder", "build_model"]
+__all__ = [
+    "Decoder",
+    "RoutingSummary",
+    "build_model",
+    "count_parameters",
+    "routing_summary",
+    "site_labels",
+    "source_labels",
+    "train_flops_per_token",
+]

@@ -1,9 +1,14 @@
 """Causal self-attention through maintained kernels: cuDNN on GPU, splash attention on TPU, XLA everywhere."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
 from mhar_kernels import UnsupportedInputError
 from mhar_kernels.target import current_platform
 
@@ -35,12 +40,12 @@ def attention(
     """
     if implementation is None:
         best = {"gpu": "cudnn", "tpu": "tpu_flash"}.get(current_platform(), "xla")
-        implementation = best if _UNSUPPORTED[best](q, k) is None else "xla"
+        implementation = best if _UNSUPPORTED[best](q, k, segment_ids) is None else "xla"
     elif implementation not in _IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation must be None or one of {', '.join(_IMPLEMENTATIONS)}, got {implementation!r}"
         )
-    elif (reason := _UNSUPPORTED[implementation](q, k)) is not None:
+    elif (reason := _UNSUPPORTED[implementation](q, k, segment_ids)) is not None:
         raise UnsupportedInputError(f"{implementation} attention cannot run this call: {reason}")
     return _IMPLEMENTATIONS[implementation](q, k, v, causal, segment_ids)
 
@@ -64,29 +69,75 @@ def _cudnn(q, k, v, causal, segment_ids):
     )
 
 
-def _cudnn_unsupported(q, k) -> str | None:
+def _cudnn_unsupported(q, k, segment_ids) -> str | None:
     if current_platform() != "gpu":
         return f"cuDNN needs a GPU, this is {current_platform()}; 'xla' runs everywhere"
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN attention takes bfloat16 or float16, got {q.dtype.name}; 'xla' takes float32"
     if q.shape[-1] % 8 or q.shape[-1] > 256:
         return f"cuDNN attention needs a head_dim that is a multiple of 8 and at most 256, got {q.shape[-1]}; use 'xla'"
-    if q.shape[1] % 2 or k.shape[1] % 2:
-        return f"cuDNN attention needs even sequence lengths, got {q.shape[1]} and {k.shape[1]}; use 'xla'"
+    if segment_ids is not None and (q.shape[1] % 2 or k.shape[1] % 2):
+        return f"cuDNN attention with segments needs an even sequence length, got {q.shape[1]}; use 'xla'"
     return None
 
 
 def _tpu_flash(q, k, v, causal, segment_ids):
-    raise NotImplementedError
+    """Splash attention (shipped with JAX); a kernel is opaque to the partitioner, so each device runs its own part."""
+    q = (q.astype(jnp.float32) / math.sqrt(q.shape[-1])).astype(q.dtype)  # the kernel does not scale
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or any(t == AxisType.Manual for t in mesh.axis_types):
+        return _splash(q, k, v, segment_ids, causal)
+    batch_axes, head_axis = ("data", "fsdp"), "tensor"
+    batch = batch_axes if q.shape[0] % math.prod(mesh.shape[a] for a in batch_axes) == 0 else None
+    heads = head_axis if k.shape[2] % mesh.shape[head_axis] == 0 else None
+    part = P(batch, None, heads, None)
+    run = jax.shard_map(
+        lambda q, k, v, ids: _splash(q, k, v, ids, causal),
+        in_specs=(part, part, part, None if segment_ids is None else P(batch)),
+        out_specs=part,
+        check_vma=False,
+    )
+    return run(q, k, v, segment_ids)
 
 
-def _tpu_flash_unsupported(q, k) -> str | None:
-    return "not yet"
+def _splash(q, k, v, segment_ids, causal):
+    kernel = _splash_kernel(q.shape[2], q.shape[1], k.shape[1], causal)
+    by_head = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]
+    ids = None if segment_ids is None else splash_attention.SegmentIds(segment_ids, segment_ids)
+    out = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(*by_head, ids)
+    return jnp.swapaxes(out, 1, 2)
+
+
+def _splash_kernel(heads: int, q_length: int, kv_length: int, causal: bool):
+    kind = splash_attention.CausalMask if causal else splash_attention.FullMask
+    mask = splash_attention.MultiHeadMask([kind((q_length, kv_length))] * heads)
+    q_block, kv_block = (next(b for b in (512, 256, 128) if n % b == 0) for n in (q_length, kv_length))
+    blocks = splash_attention.BlockSizes(
+        block_q=q_block,
+        block_kv=kv_block,
+        block_q_dkv=q_block,
+        block_kv_dkv=kv_block,
+        block_kv_dkv_compute=kv_block,
+        block_q_dq=q_block,
+        block_kv_dq=kv_block,
+    )
+    return splash_attention.make_splash_mha(mask, block_sizes=blocks, head_shards=1, q_seq_shards=1)
+
+
+def _tpu_flash_unsupported(q, k, segment_ids) -> str | None:
+    if current_platform() != "tpu":
+        return f"splash attention needs a TPU, this is {current_platform()}; 'xla' runs everywhere"
+    if q.shape[1] % 128 or k.shape[1] % 128:
+        return (
+            f"splash attention needs sequence lengths that are multiples of 128, got {q.shape[1]} and {k.shape[1]}; "
+            "use 'xla'"
+        )
+    return None
 
 
 _IMPLEMENTATIONS: dict[str, Callable] = {"xla": _xla, "cudnn": _cudnn, "tpu_flash": _tpu_flash}
 _UNSUPPORTED: dict[str, Callable] = {
-    "xla": lambda q, k: None,
+    "xla": lambda q, k, segment_ids: None,
     "cudnn": _cudnn_unsupported,
     "tpu_flash": _tpu_flash_unsupported,
 }

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from mhar_kernels import depth_stack
 
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.errors import UserError
@@ -20,6 +19,7 @@ from mhar_jax.models.routing import Record, SiteReader
 from mhar_jax.models.sites import HyperParameters, RoutingParameters, depth_rows, num_sites, num_sublayers
 from mhar_jax.models.sublayers import Layer, TokenContext, attention_sublayer, mlp_sublayer, rms_norm
 from mhar_jax.sharding import constrain
+from mhar_kernels import depth_stack
 
 STACKED_VARIANTS = ("attention_residuals", "mhar")  # what `depth_stack` computes
 

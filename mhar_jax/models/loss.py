@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mhar_jax.sharding import ACTIVATION_AXES, constrain
+from mhar_jax.sharding import constrain
 
 
 class LossSums(NamedTuple):
@@ -89,19 +89,19 @@ def _sharded(options, with_grads, hidden, head, targets, weights):
     Left to the partitioner, the loop would reduce the head's gradient over devices in every chunk.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    batch_axes = ACTIVATION_AXES["batch"]
+    batch_axes, vocab_axis = ("data", "fsdp"), "tensor"
     manual = mesh.empty or mesh.size == 1 or any(t == AxisType.Manual for t in mesh.axis_types)
     if manual or hidden.shape[0] % math.prod(mesh.shape[a] for a in batch_axes):
         return _scan(options, with_grads, None, hidden, head, targets, weights)
 
-    vocab_axes = ACTIVATION_AXES["vocab"] if head.shape[options.vocab_axis] % mesh.shape["tensor"] == 0 else None
-    head_spec = P(vocab_axes, None) if options.vocab_axis == 0 else P(None, vocab_axes)
+    split = vocab_axis if head.shape[options.vocab_axis] % mesh.shape[vocab_axis] == 0 else None
+    head_spec = P(split, None) if options.vocab_axis == 0 else P(None, split)
     # The rounded head is what travels: half the bytes of the master weights.
     tokens, head_dtype = P(batch_axes), head.dtype
     head = jax.lax.with_sharding_constraint(head.astype(hidden.dtype), head_spec)
 
     def local(hidden, head, targets, weights):
-        sums, grads = _scan(options, with_grads, vocab_axes, hidden, head, targets, weights)
+        sums, grads = _scan(options, with_grads, split, hidden, head, targets, weights)
         sums = jax.lax.psum(sums, batch_axes)
         if grads is not None:
             grads = (grads[0], jax.lax.psum(grads[1], batch_axes))
@@ -167,7 +167,7 @@ def _scan(options, with_grads, vocab_axis_name, hidden, head, targets, weights):
     zero = jnp.zeros((), jnp.float32)
     start = ((zero, zero, zero), jnp.zeros(head.shape, gradient_dtype) if with_grads else None)
     (sums, d_head), d_hidden = jax.lax.scan(body, start, tuple(map(chunks, (hidden, targets, weights))))
-    if not with_grads:
+    if d_head is None:
         return sums, None
     d_hidden = jnp.moveaxis(d_hidden.reshape(count, batch, size, width), 0, 1).reshape(batch, count * size, width)
     return sums, (d_hidden[:, :length], d_head.astype(head.dtype) if vocab_axis_name is None else d_head)

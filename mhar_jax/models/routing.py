@@ -1,13 +1,14 @@
 """The one place where a model computes a depth softmax, and where it counts that it did."""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from mhar_kernels import depth_route
 
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.models.sites import Site, heads_of_site, num_sites, source_labels
+from mhar_kernels import depth_route
 
 Record = Callable[[int, jax.Array], None]  # (site index, weights [sources, B, T, H] float32)
 
@@ -70,7 +71,8 @@ def route_under_mesh(
     The jnp implementations are partitioned by the compiler: tokens are independent and need no communication. A kernel
     is opaque to it, and under a mesh of several devices belongs inside `jax.shard_map` over the token axes: here.
     """
-    return depth_route(
+    call = functools.partial(
+        depth_route,
         list(sources),
         row.query,
         num_heads=num_heads,
@@ -79,6 +81,6 @@ def route_under_mesh(
         residual=residual,
         gate=row.gate,
         null_source=row.null_source,
-        return_weights=return_weights,
         implementation=implementation,
     )
+    return call(return_weights=True) if return_weights else call()

@@ -39,11 +39,14 @@ def starts_block(config: ModelConfig, sublayer: int) -> bool:
     return sublayer % (2 * layers_per_block(config)) == 0
 
 
+def is_grouped_site(config: ModelConfig, site: int) -> bool:
+    """Whether each KV group has its own full-width query here: the attention sites of mhar_headwise."""
+    return config.variant == "mhar_headwise" and site % 2 == 0 and site < num_sublayers(config)
+
+
 def heads_of_site(config: ModelConfig, site: int) -> int:
     """Depth softmaxes at one site: the KV groups at an attention site of mhar_headwise, H elsewhere."""
-    if config.variant == "mhar_headwise" and site % 2 == 0 and site < num_sublayers(config):
-        return config.num_kv_heads
-    return config.heads_of_depth
+    return config.num_kv_heads if is_grouped_site(config, site) else config.heads_of_depth
 
 
 def sublayer_labels(config: ModelConfig) -> list[str]:
