@@ -102,9 +102,9 @@ def _tpu_flash(q, k, v, causal, segment_ids):
 
 def _splash(q, k, v, segment_ids, causal):
     kernel = _splash_kernel(q.shape[2], q.shape[1], k.shape[1], causal)
-    by_head = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))
     ids = None if segment_ids is None else splash_attention.SegmentIds(segment_ids, segment_ids)
-    out = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(*by_head, ids)
+    out = jax.vmap(kernel)(q, k, v, ids)
     return jnp.swapaxes(out, 1, 2)
 
 
