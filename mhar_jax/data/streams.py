@@ -7,7 +7,6 @@ on the process that makes it, and the place in it is two numbers: the document a
 starts. What a window leaves of a document is not saved but tokenised again.
 """
 
-import collections
 from collections.abc import Sequence
 
 import numpy as np
@@ -58,47 +57,45 @@ class TextStream:
 
 
 class Row:
-    """One row of the batch: where its next window starts, and the tokens already made from there on."""
+    """One row of the batch.
+
+    Args:
+      stream: where documents come from.
+      step: rows of the global batch.
+      document, token: number of the document, and the token of it, where the first window starts.
+    """
 
     def __init__(self, stream: TextStream, step: int, document: int, token: int):
         self._stream = stream
         self._step = step
-        self._next = document  # number of the next document to tokenise
-        self._skip = token  # tokens of it that earlier windows used
-        self._pieces: collections.deque[tuple[int, np.ndarray]] = collections.deque()
-        self._start = token  # of the window, in the first piece
-        self._ready = 0  # tokens from the start on
-        self.position = (document, token)
+        self.position = (document, token)  # where the next window starts
+        self._tokens: np.ndarray | None = None  # of the document there
 
     def window(self, seq_len: int) -> np.ndarray:
         """The next window, int32 [seq_len + 1]."""
-        while self._ready < seq_len + 1:
-            self._append()
-        parts, start, missing = [], self._start, seq_len + 1
-        for _, piece in self._pieces:
-            part = piece[start : start + missing]
+        number, start = self.position
+        if self._tokens is None:
+            number, self._tokens = self._find(number)
+        parts, missing = [], seq_len + 1
+        while True:
+            part = self._tokens[start : start + missing]
             parts.append(part)
-            start, missing = 0, missing - len(part)
+            missing -= len(part)
             if not missing:
-                break
-        self._start += seq_len
-        self._ready -= seq_len
-        while self._start >= len(self._pieces[0][1]):
-            self._start -= len(self._pieces.popleft()[1])
-        self.position = (self._pieces[0][0], self._start)
-        return np.concatenate(parts)
+                # The last token is predicted here and is the first input of the next window.
+                self.position = (number, start + len(part) - 1)
+                return np.concatenate(parts)
+            number, self._tokens = self._find(number + self._step)
+            start = 0
 
-    def _append(self) -> None:
+    def _find(self, number: int) -> tuple[int, np.ndarray]:
+        """The first document of the row from a number on that is not held out."""
         # More misses than chance allows: the row meets held-out documents only, which a fixed order can bring about.
         for _ in range(1000 + 100 * len(self._stream.documents)):
-            number = self._next
             tokens = self._stream.encode(number)
-            self._next += self._step
             if tokens is not None:
-                self._pieces.append((number, tokens))
-                self._ready += len(tokens) - self._skip
-                self._skip = 0
-                return
+                return number, tokens
+            number += self._step
         raise UserError(
             f"a row of the batch meets held-out documents only, with {len(self._stream.documents)} documents "
             "in a fixed order; set data.shuffle=true or raise data.tokenize_at_start_mb"

@@ -29,6 +29,7 @@ def test_tokenizer_json(tokenizer_path, texts):
     for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
         assert tokenizer.decode(ids) == text  # neither cut nor filled up, in spite of the file's settings
         assert ids.dtype == np.int32
+        assert tokenizer.eos_id not in ids  # which is what the file fills up with
         np.testing.assert_array_equal(ids, tokenizer.encode(text))
     assert tokenizer.decode([0, 299, 300, 10**12, -5]) == tokenizer.decode([299])
     tokenizer.decode(range(300))
