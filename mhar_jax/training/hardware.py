@@ -1,0 +1,34 @@
+"""What a chip can do at most, for utilisation figures. A chip that is not here gets none."""
+
+import jax
+
+# Dense bfloat16 peak of one JAX device, FLOP/s, from the vendors' data sheets. By `device_kind`, longest match first.
+_PEAK = {
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA B200": 2250e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+}
+
+
+def peak_flops(device: jax.Device) -> float | None:
+    """Dense bfloat16 FLOP/s of one device, or None for a chip that is not in the table."""
+    kind = device.device_kind
+    match = max((name for name in _PEAK if kind.startswith(name)), key=len, default=None)
+    return None if match is None else _PEAK[match]
+
+
+def memory_in_use() -> dict[str, int]:
+    """Bytes in use and at the peak on the first local device, where the platform reports them."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    named = {"memory_bytes": stats.get("bytes_in_use"), "memory_peak_bytes": stats.get("peak_bytes_in_use")}
+    return {k: int(v) for k, v in named.items() if v is not None}
