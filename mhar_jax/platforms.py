@@ -16,7 +16,7 @@ def prefer_present_hardware() -> None:
     if os.environ.get("JAX_PLATFORMS") or importlib.util.find_spec("libtpu") is None:
         return
     devices = [*pathlib.Path("/dev").glob("accel*"), *pathlib.Path("/dev/vfio").glob("[0-9]*")]
-    if devices or any(name.startswith(("TPU_", "CLOUD_TPU")) for name in os.environ):
+    if devices or any(name in os.environ for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")):
         return
     if not pathlib.Path("/dev/nvidiactl").exists() and not pathlib.Path("/dev/kfd").exists():
         jax.config.update("jax_platforms", "cpu")

@@ -33,7 +33,7 @@ def measure(trainer: Trainer, params: Any, tokens: np.ndarray) -> RoutingMap:
         summary = jax.device_get(_summarise(trainer)(params, tokens))
     return RoutingMap(
         weights=np.asarray(summary.weights),
-        entropy=float(summary.normalised_entropy),
+        entropy=float(summary.normalized_entropy),
         newest_mass=float(summary.newest_mass),
         tokens=tokens.size,
     )
@@ -63,7 +63,7 @@ def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
     figure, axes = plt.subplots(
         down, across, figsize=size, squeeze=False, sharex=True, sharey=True, layout="constrained"
     )
-    colours = plt.get_cmap("viridis_r").copy()
+    colours = plt.get_cmap("magma_r").copy()
     colours.set_bad("white")
     every = max(1, round(len(rows) / 36))
     has_choice = np.isfinite(routing.weights).sum(axis=(1, 2)) > np.isfinite(routing.weights).any(axis=1).sum(axis=1)
@@ -79,7 +79,7 @@ def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
         panel.set_yticks(range(0, len(rows), every), rows[::every], fontsize=6)
         panel.spines[:].set_visible(False)
     assert image is not None
-    figure.colorbar(image, ax=axes, label="mean depth weight", shrink=0.8, aspect=30, extend="max")
+    figure.colorbar(image, ax=axes, label="mean depth weight", shrink=0.8, aspect=30, extend="max" if top < 1 else "neither")
     figure.supxlabel("source: what is read", fontsize=9)
     figure.supylabel("site: who reads", fontsize=9)
     figure.suptitle(
