@@ -191,6 +191,7 @@ def _launch_forward(call: RouteCall, groups: int, arrays: RouteArrays) -> dict[s
         tokens=call.tokens,
         num_sources=call.num_sources,
     )
+    programs = _programs(call, groups, tile(call, "forward").programs)
     wide = call.dtype == "float32"
     saving = call.differentiated
     row, head = jax.ShapeDtypeStruct((total, call.dim), call.dtype), _float32(total, call.num_heads)
@@ -203,7 +204,7 @@ def _launch_forward(call: RouteCall, groups: int, arrays: RouteArrays) -> dict[s
         lse_low=head if wide else None,
         logits=rows if call.return_weights else None,
         logits_low=rows if call.return_weights and wide else None,
-        table=_table(pointers) if separate else None,
+        table=_table(groups, programs, pointers) if separate else None,
     )
     return _launch("forward", call, groups, pointers, inputs, outputs)
 
@@ -235,7 +236,7 @@ def _launch_backward(call: RouteCall, groups: int, arrays: RouteArrays, operands
         d_null=_float32(groups, programs, call.dim) if null else None,
         d_null_logit=_float32(groups, programs, call.num_heads) if null else None,
         d_gate=_float32(groups, programs) if gate else None,
-        table=_table(2 * pointers) if separate else None,
+        table=_table(groups, programs, 2 * pointers) if separate else None,
     )
     result = _launch("backward", call, groups, pointers, inputs, outputs)
     for name in ("d_query", "d_null", "d_null_logit", "d_gate"):  # second stage of the sums over tokens
@@ -288,8 +289,8 @@ def _source_grads(call: RouteCall, total: int, separate: bool, grads: list[jax.A
     return grads[0] if call.stacked else tuple(grads[0])
 
 
-def _table(pointers: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((2 * pointers,), jnp.uint32)  # int64 without jax_enable_x64
+def _table(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((*shape, 2), jnp.uint32)  # int64 without jax_enable_x64
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -362,7 +363,10 @@ def heuristic(call: RouteCall, direction: str) -> Tile:
     widths = [1 << i for i in range(most.bit_length()) if 1 << i <= _power_of_two(head_dim)]
     waste = lambda w: -(-head_dim // w) * w / head_dim - 1
     width = max(w for w in widths if waste(w) <= max(0.1, min(map(waste, widths))))
-    return Tile(sources=4 if direction == "forward" else 2, width=width, warps=warps, ahead=1, stages=1, programs=8)
+    short = heads * head_dim <= 640 * warps
+    if direction == "forward":
+        return Tile(sources=4 if short else 2, width=width, warps=warps, ahead=1, stages=3, programs=64)
+    return Tile(sources=2 if short else 1, width=width, warps=warps, ahead=1, stages=3, programs=max(1, 16 // warps))
 
 
 def _power_of_two(n: int) -> int:

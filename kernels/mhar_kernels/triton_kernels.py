@@ -75,9 +75,14 @@ def _row_pointers(first, table, n, valid, stride, offset, ALIGN: tl.constexpr):
 
 @triton.jit
 def _write_table(table, arrays, NB: tl.constexpr, ITEMSIZE: tl.constexpr):
-    """Every program writes the same distances, so none has to wait for another."""
-    for i in tl.static_range(NB):
-        tl.store(table + i, (arrays[i].to(tl.int64) - arrays[0].to(tl.int64)) // ITEMSIZE)
+    """Distances of the arrays from the first, in elements, in this program's own row of the table."""
+    SIZE: tl.constexpr = triton.next_power_of_2(NB)
+    index = tl.arange(0, SIZE)
+    start = arrays[0].to(tl.int64)
+    address = tl.zeros((SIZE,), tl.int64) + start
+    for i in tl.static_range(1, NB):
+        address = tl.where(index == i, arrays[i].to(tl.int64), address)
+    tl.store(table + index, (address - start) // ITEMSIZE, mask=index < NB)
 
 
 @triton.jit
@@ -161,7 +166,7 @@ def _row_logit(
         s = row[c].to(WIDE)
         squares += s * s
         scores += s * q[c]
-    return tl.sum(scores, axis=2, keep_dims=True) * _inverse_rms(squares, True, D, EPS)
+    return tl.sum(scores, axis=2, keep_dims=True) * _inverse_rms(squares, D > 0, D, EPS)
 
 
 @triton.jit
@@ -175,7 +180,7 @@ def _rest_unit(rounded, MANTISSA: tl.constexpr):
 @triton.jit
 def forward_body(
     sources,  # tuple: one pointer [N, T, D], or NB pointers [T, D]
-    table,  # int64 [NB] scratch for separate arrays, or None
+    table,  # int64 [G, P, NB] scratch for separate arrays, or None
     query,  # float32 [G, D]
     query_low,  # float32 [G, D], or None
     null_source,  # float32 [G, D], or None
@@ -209,11 +214,13 @@ def forward_body(
     ALIGN: tl.constexpr = 16 // ITEMSIZE
     BEFORE: tl.constexpr = 0 if null_source is None else 1
     first = sources[0]
-    if table is not None:
-        _write_table(table, sources, NB, ITEMSIZE)
-        tl.debug_barrier()
     group = tl.program_id(1) + tl.full((), 0, tl.int64)
     all_tokens = tl.num_programs(1) * tokens + tl.full((), 0, tl.int64)
+    program = group * tl.num_programs(0) + tl.program_id(0)
+    if table is not None:
+        table += program * NB
+        _write_table(table, sources, NB, ITEMSIZE)
+        tl.debug_barrier()
     heads = tl.arange(0, HB)[:, None, None]
     q = _load_query(query + group * D, query_low if query_low is None else query_low + group * D, H, K, HB, L, C, WIDE)
 
@@ -231,10 +238,10 @@ def forward_body(
             m = _row_logit(acc, q, D, HB, L, C, EPS, WIDE)
             z = tl.full((HB, 1, 1), 1.0, WIDE)
             if logits is not None:
-                high = m.to(tl.float32)
-                tl.store(logits + (token * H + heads), high, mask=heads < H)
+                null_high = m.to(tl.float32)
+                tl.store(logits + (token * H + heads), null_high, mask=heads < H)
                 if logits_low is not None:
-                    tl.store(logits_low + (token * H + heads), (m - high.to(WIDE)).to(tl.float32), mask=heads < H)
+                    tl.store(logits_low + (token * H + heads), (m - null_high.to(WIDE)).to(tl.float32), mask=heads < H)
 
         n = tl.arange(0, SB)
         if AHEAD:
@@ -255,10 +262,10 @@ def forward_body(
             logit = tl.sum(scores, axis=2, keep_dims=True) * _inverse_rms(squares, exists, D, EPS)
             if logits is not None:
                 at = ((n + BEFORE)[None, :, None] * all_tokens + token) * H + heads
-                high = logit.to(tl.float32)
-                tl.store(logits + at, high, mask=exists & (heads < H))
+                logit_high = logit.to(tl.float32)
+                tl.store(logits + at, logit_high, mask=exists & (heads < H))
                 if logits_low is not None:
-                    tl.store(logits_low + at, (logit - high.to(WIDE)).to(tl.float32), mask=exists & (heads < H))
+                    tl.store(logits_low + at, (logit - logit_high.to(WIDE)).to(tl.float32), mask=exists & (heads < H))
             logit = tl.where(exists, logit, float("-inf"))
             top = tl.maximum(m, tl.max(logit, axis=1, keep_dims=True))
             decay = tl.exp(m - top)
@@ -309,7 +316,7 @@ def forward_body(
 def backward_body(
     sources,
     d_sources,  # as `sources`
-    table,  # int64 [2 * NB] scratch: distances of sources, then of their gradients; or None
+    table,  # int64 [G, P, 2 * NB] scratch: distances of sources, then of their gradients; or None
     query,  # float32 [G, D]
     query_low,  # float32 [G, D], or None
     null_source,  # float32 [G, D], or None
@@ -347,14 +354,16 @@ def backward_body(
     BEFORE: tl.constexpr = 0 if null_source is None else 1
     first = sources[0]
     d_first = d_sources[0]
+    group = tl.program_id(1) + tl.full((), 0, tl.int64)
+    all_tokens = tl.num_programs(1) * tokens + tl.full((), 0, tl.int64)
+    program = group * tl.num_programs(0) + tl.program_id(0)
     d_table = table
     if table is not None:
+        table += program * (2 * NB)
         d_table = table + NB
         _write_table(table, sources, NB, ITEMSIZE)
         _write_table(d_table, d_sources, NB, ITEMSIZE)
         tl.debug_barrier()
-    group = tl.program_id(1) + tl.full((), 0, tl.int64)
-    all_tokens = tl.num_programs(1) * tokens + tl.full((), 0, tl.int64)
     heads = tl.arange(0, HB)[:, None, None]
     q = _load_query(query + group * D, query_low if query_low is None else query_low + group * D, H, K, HB, L, C, WIDE)
     dq = ()
@@ -400,14 +409,14 @@ def backward_body(
             sums = tl.zeros((HB, 1, L), WIDE)
             for c in tl.static_range(C):
                 sums += null[c] * do[c]
-            a = tl.exp(null_logit - norm)
-            dw = tl.sum(sums, axis=2, keep_dims=True)
+            null_a = tl.exp(null_logit - norm)
+            null_dw = tl.sum(sums, axis=2, keep_dims=True)
             if d_weights is not None:
-                dw += tl.load(d_weights + at_head, mask=heads < H, other=0.0)
-            dnull_logit += (a * (dw - delta)).to(tl.float32)
+                null_dw += tl.load(d_weights + at_head, mask=heads < H, other=0.0)
+            dnull_logit += (null_a * (null_dw - delta)).to(tl.float32)
             new = ()
             for c in tl.static_range(C):
-                new = new + (dnull[c] + (a * do[c]).to(tl.float32),)
+                new = new + (dnull[c] + (null_a * do[c]).to(tl.float32),)
             dnull = new
 
         n = tl.arange(0, SB)
@@ -451,7 +460,6 @@ def backward_body(
             if AHEAD:
                 rows = ahead
 
-    program = group * tl.num_programs(0) + tl.program_id(0)
     _store_row(d_query + program * D, dq, H, K, HB, L, C)
     if null_source is not None:
         _store_row(d_null + program * D, dnull, H, K, HB, L, C)
