@@ -33,6 +33,17 @@ class Flow(Protocol):
         """The input of the final norm."""
 
 
+def _add(stream: jax.Array, y: jax.Array) -> jax.Array:
+    """The residual addition, rounded to the stream's dtype.
+
+    XLA may keep more digits than a narrow dtype has, and where it does so depends on what surrounds the sum. The
+    explicit rounding makes the stream the same, to the bit, in every variant that has one.
+    """
+    total = stream + y
+    kind = jnp.finfo(total.dtype)
+    return jax.lax.reduce_precision(total, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
+
+
 class Additive:
     """The ordinary pre-norm residual stream."""
 
@@ -43,7 +54,7 @@ class Additive:
         return state
 
     def write(self, state, i, row, y):
-        return state + y
+        return _add(state, y)
 
     def finish(self, state, row, route):
         return state
@@ -152,7 +163,7 @@ class Delta:
         return route(i, row, state.sources, state.stream)
 
     def write(self, state, i, row, y):
-        return DeltaState(state.stream + y, [*state.sources, y])
+        return DeltaState(_add(state.stream, y), [*state.sources, y])
 
     def finish(self, state, row, route):
         return state.stream
@@ -168,7 +179,7 @@ class DeltaBlock(Delta):
         return DeltaState(x, [x], x)
 
     def write(self, state, i, row, y):
-        stream = state.stream + y
+        stream = _add(state.stream, y)
         last = i + 1 == num_sublayers(self.config)
         if last or not starts_block(self.config, i + 1):
             return state._replace(stream=stream)
