@@ -15,7 +15,7 @@ from model_helpers import TOKENS, build, jit, mean_loss, pure, scramble, scrambl
 
 def logits_of(model, tokens=TOKENS):
     graph, state = nnx.split(model)
-    return np.asarray(jit(lambda s, t: nnx.merge(graph, s)(t))(state, tokens))
+    return np.asarray(jax.jit(lambda s, t: nnx.merge(graph, s)(t))(state, tokens))
 
 
 def copy_into(model, source):
@@ -28,10 +28,9 @@ def copy_into(model, source):
 
 
 def test_one_head_of_mhar_is_attention_residuals_to_the_bit():
-    one_head = scramble(build(tiny("attention_residuals")))
-    mhar = scramble(build(tiny("mhar", routing_heads=1)))
+    one_head = scramble(build(tiny("attention_residuals", num_layers=2)))
+    mhar = scramble(build(tiny("mhar", num_layers=2, routing_heads=1)))
     np.testing.assert_array_equal(logits_of(mhar), logits_of(one_head))
-    assert (logits_of(mhar) != scrambled("mhar")["logits"][0, 0, 0]).any()
     grads = []
     for model in (one_head, mhar):
         graph, state = nnx.split(model)

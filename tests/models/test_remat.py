@@ -1,0 +1,31 @@
+"""Remat policies change what is kept, never a value."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from model_helpers import TOKENS, build, jit, mean_loss, pure, relative, scramble, scrambled, tiny
+
+
+@pytest.mark.parametrize("variant", ["mhar", "delta_block"])
+@pytest.mark.parametrize("remat", ["dots", "sublayer", "layer"])
+def test_values_and_gradients_stay(variant, remat):
+    run = scrambled(variant)
+    graph, state = nnx.split(scramble(build(tiny(variant, remat=remat))))
+    step = jit(jax.value_and_grad(mean_loss, 1, has_aux=True), static_argnums=0)
+    (loss, _), grads = step(graph, state, TOKENS)
+    assert float(loss) == pytest.approx(float(run["loss"]), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_array_less(relative(a, b), 1e-4), pure(grads), run["grads"])
+
+
+def kept(remat: str) -> int:
+    """Floats that the forward pass keeps for the backward pass."""
+    graph, state = nnx.split(build(tiny("additive", remat=remat)))
+    _, pullback = jax.eval_shape(lambda s: jax.vjp(lambda s: nnx.merge(graph, s).hidden(TOKENS).sum(), s), state)
+    return sum(leaf.size for leaf in jax.tree.leaves(pullback))
+
+
+def test_each_policy_keeps_less():
+    none, dots, sublayer, layer = map(kept, ("none", "dots", "sublayer", "layer"))
+    assert none > dots > sublayer > layer

@@ -1,0 +1,57 @@
+"""The real TPU compiler, without a TPU: a one-layer model's gradient for four chips of a v5e."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mhar_jax.config import ModelConfig
+from mhar_jax.config.schema import MeshConfig
+from mhar_jax.models import build_model
+from mhar_jax.sharding import make_mesh
+from mhar_kernels import assume_platform
+
+
+@pytest.fixture(scope="module")
+def chips():
+    from jax.experimental import topologies
+
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices)
+    except (RuntimeError, ValueError) as error:
+        pytest.skip(f"needs libtpu: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "data", "tensor", "segments"), [(64, 4, 1, False), (80, 2, 2, True)])
+def test_flash_attention_compiles_inside_a_model(chips, head_dim, data, tensor, segments):
+    """Head dims 64 and 80 unpadded, sharded over batch and heads, forward and both backward kernels."""
+    mesh = make_mesh(MeshConfig(data=data, tensor=tensor), chips)
+    config = ModelConfig(
+        variant="additive",
+        vocab_size=512,
+        num_layers=1,
+        d_model=256,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=head_dim,
+        ffn_dim=512,
+        attention_implementation="tpu_flash",
+    )
+    graph, state = nnx.split(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
+    whole = NamedSharding(mesh, P())
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), state)
+    tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32, sharding=NamedSharding(mesh, P(("data", "fsdp"))))
+
+    def loss(state, tokens):
+        return nnx.merge(graph, state).loss(tokens, tokens, segment_ids=tokens if segments else None)[0]
+
+    with assume_platform("tpu"), jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss)).trace(state, tokens).lower(lowering_platforms=("tpu",)).compile()
+    assert compiled.as_text().count("tpu_custom_call") >= 3
