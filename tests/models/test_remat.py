@@ -8,8 +8,16 @@ from flax import nnx
 from model_helpers import TOKENS, build, jit, mean_loss, pure, relative, scramble, scrambled, tiny
 
 
-@pytest.mark.parametrize("variant", ["mhar", "delta_block"])
-@pytest.mark.parametrize("remat", ["dots", "sublayer", "layer"])
+@pytest.mark.parametrize(
+    ("variant", "remat"),
+    [
+        ("mhar", "dots"),
+        ("mhar", "sublayer"),
+        ("mhar", "layer"),
+        ("delta_block", "layer"),
+        ("hyper_connections", "layer"),
+    ],
+)
 def test_values_and_gradients_stay(variant, remat):
     run = scrambled(variant)
     graph, state = nnx.split(scramble(build(tiny(variant, remat=remat))))

@@ -1,0 +1,32 @@
+"""Gradients of a whole model on eight devices against one device: data, fsdp and tensor sharding together."""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mhar_jax.config.schema import MeshConfig
+from mhar_jax.sharding import make_mesh, state_shardings
+from model_helpers import build, jit, mean_loss, pure, relative, scramble, tiny
+
+
+@pytest.mark.parametrize(
+    "variant",
+    ["mhar", *(pytest.param(v, marks=pytest.mark.slow) for v in ("mhar_headwise", "hyper_connections", "delta_block"))],
+)
+def test_gradients_equal_one_device(variant):
+    model = scramble(build(tiny(variant, num_layers=2)))
+    graph, state = nnx.split(model)
+    tokens = np.random.default_rng(1).integers(0, 64, (4, 9)).astype(np.int32)
+    step = jit(jax.value_and_grad(mean_loss, 1, has_aux=True), static_argnums=0)
+    (expected, _), one = step(graph, state, tokens)
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(state, state_shardings(mesh, state))
+        rows = jax.device_put(tokens, NamedSharding(mesh, P(("data", "fsdp"))))
+        (loss, _), many = step(graph, sharded, rows)
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(pure(many)), jax.tree.leaves(pure(one)), strict=True):
+        assert relative(a, b) < 2e-5 or float(np.linalg.norm(b)) < 1e-6, path
