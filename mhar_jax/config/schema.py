@@ -3,11 +3,12 @@
 Field comments are the help text of the commands (`train.py --help`), so each says what the field means and its unit.
 """
 
+import functools
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
-from pydantic.dataclasses import dataclass
+from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 Variant = Literal[
     "additive",
@@ -27,16 +28,16 @@ RoutingImplementation = Literal["reference", "xla", "pallas_tpu", "triton"]
 AttentionImplementation = Literal["xla", "cudnn", "tpu_flash"]
 Schedule = Literal["cosine", "wsd", "linear"]
 
-PositiveInt = Annotated[int, Field(gt=0)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # what counts on a device is int32
+NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
 
-_strict = dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", validate_default=True))
+_STRICT = ConfigDict(extra="forbid", validate_default=True)
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class RopeScaling:
     """Llama-3.1's stretch of the low rotary frequencies."""
 
@@ -55,7 +56,7 @@ class RopeScaling:
         return self
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class ModelConfig:
     """A decoder of Qwen3 or Llama shape, and how its sublayers read the depth history."""
 
@@ -129,7 +130,7 @@ class ModelConfig:
         return self
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class DataConfig:
     """Where the text comes from and how it becomes tokens."""
 
@@ -146,7 +147,7 @@ class DataConfig:
     prefetch: PositiveInt = 2  # batches prepared ahead
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class OptimizerConfig:
     """AdamW and its schedule."""
 
@@ -166,7 +167,7 @@ class OptimizerConfig:
     ema: Fraction = 0.0  # decay of the averaged weights; 0: none
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class MeshConfig:
     """Devices along each mesh axis; one of them may be -1, which takes what is left."""
 
@@ -182,7 +183,7 @@ class MeshConfig:
         return self
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class EvalConfig:
     """Evaluation on the held-out text during training."""
 
@@ -191,7 +192,7 @@ class EvalConfig:
     ema: bool = True  # evaluate the averaged weights where there are any
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class CheckpointConfig:
     """What is saved, how often, how long it is kept."""
 
@@ -200,17 +201,25 @@ class CheckpointConfig:
     resume: bool = True  # continue from the newest whole checkpoint in run_dir
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class LogConfig:
     """What is written while training."""
 
     every: PositiveInt = 10  # steps between lines of metrics.jsonl
     tensorboard: bool = True  # event files under run_dir/tensorboard
     wandb_project: str | None = None  # also log to Weights & Biases (extra: wandb)
-    profile_steps: tuple[int, int] | None = None  # profile from step A to step B into run_dir/profile
+    profile_steps: tuple[PositiveInt, PositiveInt] | None = None  # profile steps A to B into run_dir/profile
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.profile_steps is not None and self.profile_steps[0] > self.profile_steps[1]:
+            raise ValueError(
+                f"profile_steps must be a first and a last step, got {self.profile_steps[0]}, {self.profile_steps[1]}"
+            )
+        return self
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class SampleConfig:
     """The text printed at the end of a run."""
 
@@ -219,7 +228,7 @@ class SampleConfig:
     temperature: NonNegativeFloat = 0.8  # 0: the likeliest token
 
 
-@_strict
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Config:
     """A whole run."""
 
