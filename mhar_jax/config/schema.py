@@ -3,12 +3,11 @@
 Field comments are the help text of the commands (`train.py --help`), so each says what the field means and its unit.
 """
 
-import functools
 from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
-from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.dataclasses import dataclass
 
 Variant = Literal[
     "additive",
