@@ -1,8 +1,10 @@
 """The one error a user is meant to read: a single sentence, and exit code 2 at the command line."""
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 
 class UserError(ValueError):
@@ -10,14 +12,45 @@ class UserError(ValueError):
 
 
 def command(main: Callable[..., int | None]) -> Callable[..., int]:
-    """Wraps a command's main: a `UserError` becomes one line on standard error and exit code 2."""
+    """Wraps a command's main: what the user can put right becomes one line on standard error and exit code 2.
+
+    That is a `UserError`, and an implementation that was named but cannot run here (`UnsupportedInputError`). An
+    interrupt from the keyboard ends with 130, as shells expect.
+    """
 
     @functools.wraps(main)
     def wrapped(*args, **kwargs) -> int:
         try:
             return main(*args, **kwargs) or 0
         except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
+            return _say(error, 2)
+        except KeyboardInterrupt:
+            return _say("interrupted", 130)
+        except NotImplementedError as error:
+            from mhar_kernels import UnsupportedInputError
+
+            if not isinstance(error, UnsupportedInputError):
+                raise
+            return _say(error, 2)
 
     return wrapped
+
+
+def _say(what: Any, code: int) -> int:
+    print(f"error: {one_line(what, 1000)}", file=sys.stderr)
+    return code
+
+
+@contextlib.contextmanager
+def writing(what: str, path: Any) -> Iterator[None]:
+    """Turns a failed write inside (disk full, no permission, a file in the way) into a `UserError` that names both."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{what} cannot be written to {path}: {error.strerror or one_line(error)}") from None
+
+
+def one_line(error: Any, limit: int = 200) -> str:
+    """The first words of an error, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= limit else text[:limit] + "…"

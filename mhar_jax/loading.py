@@ -1,8 +1,9 @@
 """`load_model`: a model from a run directory of ours or from a Hugging Face directory."""
 
 import pathlib
+from typing import Any
 
-from flax import nnx
+import jax
 
 from mhar_jax.config.schema import Config
 from mhar_jax.errors import UserError
@@ -31,9 +32,14 @@ def load_model(path: str | pathlib.Path) -> tuple[Decoder, Config]:
         from mhar_jax.training.checkpoints import read_params
         from mhar_jax.training.step import model_functions
 
-        config, _, params = read_params(directory)
-        model = model_functions(config).merge(params)
-        return nnx.merge(*nnx.split(model)), config
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+        def shapes(config: Config) -> Any:
+            params = jax.eval_shape(lambda: model_functions(config).init(jax.random.key(0)))
+            return jax.tree.map(lambda s: s.update(sharding=here), params)
+
+        config, _, params = read_params(directory, shapes)
+        return model_functions(config).merge(params), config
     raise UserError(
         f"{directory} is neither a run directory (it has no checkpoints/) nor a Hugging Face one (no config.json)"
     )

@@ -4,8 +4,6 @@ import importlib.util
 import os
 import pathlib
 
-import jax
-
 
 def prefer_present_hardware() -> None:
     """Keeps JAX from probing for a TPU where libtpu is installed only for its compiler.
@@ -19,4 +17,6 @@ def prefer_present_hardware() -> None:
     if devices or any(name in os.environ for name in ("TPU_NAME", "TPU_ACCELERATOR_TYPE", "TPU_WORKER_HOSTNAMES")):
         return
     if not pathlib.Path("/dev/nvidiactl").exists() and not pathlib.Path("/dev/kfd").exists():
+        import jax
+
         jax.config.update("jax_platforms", "cpu")

@@ -7,14 +7,12 @@ from typing import Any
 import jax
 import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 
 from mhar_jax.config.schema import ModelConfig
+from mhar_jax.errors import writing
 from mhar_jax.models.sites import site_labels, source_labels
-from mhar_jax.models.summary import routing_summary
-from mhar_jax.training.step import Trainer
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from mhar_jax.training.step import ROUTING_ROWS, Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,32 +25,24 @@ class RoutingMap:
     tokens: int  # how many the means are over
 
 
-def measure(trainer: Trainer, params: Any, tokens: np.ndarray) -> RoutingMap:
-    """The map over tokens [B, T]; one forward pass."""
-    with jax.set_mesh(trainer.mesh):
-        summary = jax.device_get(_summarise(trainer)(params, tokens))
+def measure(trainer: Trainer, params: Any, tokens: jax.Array) -> RoutingMap:
+    """The map over the first sequences of a batch [batch_size, seq_len + 1]; one forward pass."""
+    summary = jax.device_get(trainer.summarise(params, tokens))
     return RoutingMap(
-        weights=np.asarray(summary.weights),
+        weights=summary.weights,
         entropy=float(summary.normalized_entropy),
         newest_mass=float(summary.newest_mass),
-        tokens=tokens.size,
+        tokens=min(ROUTING_ROWS, tokens.shape[0]) * (tokens.shape[1] - 1),
     )
-
-
-_compiled: dict[int, Any] = {}
-
-
-def _summarise(trainer: Trainer) -> Any:
-    """One compiled function a trainer."""
-    if id(trainer) not in _compiled:
-        _compiled[id(trainer)] = jax.jit(lambda p, t: routing_summary(trainer.functions.merge(p), t))
-    return _compiled[id(trainer)]
 
 
 def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
     """Writes a picture, one panel a head: a row for each site, a column for each source, darker where it reads more.
 
     The scale ends at the largest weight of a site that has a choice: a site with one source is at 1 by definition.
+
+    Raises:
+      UserError: the file cannot be written.
     """
     rows, columns = site_labels(config), _column_labels(config)
     heads = routing.weights.shape[2]
@@ -60,10 +50,9 @@ def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
     down = -(-heads // across)
     cell = 0.24 if len(rows) <= 32 else 0.1
     size = (1.9 + across * (cell * len(columns) + 0.2), 1.5 + down * (cell * len(rows) + 0.5))
-    figure, axes = plt.subplots(
-        down, across, figsize=size, squeeze=False, sharex=True, sharey=True, layout="constrained"
-    )
-    colours = plt.get_cmap("magma_r").copy()
+    figure = Figure(size, layout="constrained")  # not pyplot: no window system, no state
+    axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    colours = matplotlib.colormaps["magma_r"].copy()
     colours.set_bad("white")
     every = max(1, round(len(rows) / 36))
     has_choice = np.isfinite(routing.weights).sum(axis=(1, 2)) > np.isfinite(routing.weights).any(axis=1).sum(axis=1)
@@ -79,7 +68,8 @@ def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
         panel.set_yticks(range(0, len(rows), every), rows[::every], fontsize=6)
         panel.spines[:].set_visible(False)
     assert image is not None
-    figure.colorbar(image, ax=axes, label="mean depth weight", shrink=0.8, aspect=30, extend="max" if top < 1 else "neither")
+    beyond = "max" if top < 1 else "neither"
+    figure.colorbar(image, ax=axes, label="mean depth weight", shrink=0.8, aspect=30, extend=beyond)
     figure.supxlabel("source: what is read", fontsize=9)
     figure.supylabel("site: who reads", fontsize=9)
     figure.suptitle(
@@ -87,8 +77,8 @@ def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
         f"entropy {routing.entropy:.2f} of uniform, weight on the newest source {routing.newest_mass:.2f}",
         fontsize=9,
     )
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+    with writing("the routing map", path):
+        figure.savefig(path, dpi=160)
 
 
 def _column_labels(config: ModelConfig) -> list[str]:

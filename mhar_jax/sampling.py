@@ -17,7 +17,8 @@ def sample_text(config: Config, trainer: Trainer, params: Any, tokenizer: Tokeni
     Causal attention makes what lies behind the current token irrelevant, so one compiled pass serves every length.
     """
     room = config.model.context
-    prompt = np.asarray(tokenizer.encode(config.sample.prompt), np.int32)[-(room - 1) :]
+    prompt = np.asarray(tokenizer.encode(config.sample.prompt), np.int32)
+    prompt = prompt[max(0, len(prompt) - room + 1) :]  # the end of one that is too long, and room for a token
     if not prompt.size:
         prompt = np.array([tokenizer.eos_id], np.int32)
     total = min(len(prompt) + config.sample.tokens, room)

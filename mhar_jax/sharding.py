@@ -111,7 +111,7 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1 or any(t == AxisType.Manual for t in mesh.axis_types):
         return x
-    spec = []
+    spec: list[Any] = []
     for size, name in zip(x.shape, names, strict=True):
         axes = ACTIVATION_AXES[name]
         if axes is None:

@@ -28,7 +28,9 @@ MAY_CHANGE = (
     "checkpoint",
     "log",
     "sample",
-    "data.path",  # the data's own fingerprint is compared instead: files may move
+    "data.path",  # the data's own fingerprint is compared instead, and the iterator's identity: files may move
+    "data.held_out_path",
+    "data.tokenizer",
     "data.workers",
     "data.prefetch",
     "model.remat",
@@ -63,7 +65,7 @@ def make_config(values: Mapping[str, Any]) -> Config:
     Raises:
       UserError: see `load_config`.
     """
-    _check_names(values, Config, "")
+    _check_fields(values, Config, "")
     try:
         return TypeAdapter(Config).validate_python(values)
     except ValidationError as error:
@@ -100,14 +102,30 @@ def read_file(path: pathlib.Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, _UniqueKeys)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"config file {path} cannot be read: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).replace('in "<unicode string>", ', "at ").split())
+        raise UserError(f"config file {path} cannot be read: {reason}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise UserError(f"config file {path} must hold fields and values, got {type(values).__name__}")
     return values
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML where a field given twice is an error, as it is in TOML, instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the field {key.value} is given twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -178,7 +196,9 @@ def _hints(cls: type) -> dict[str, Any]:
 
 def _section(cls: type, name: str) -> type | None:
     """The dataclass that a field holds, where it holds one."""
-    return next((o for o in _options(_hints(cls).get(name)) if dataclasses.is_dataclass(o)), None)
+    return next(
+        (o for o in _options(_hints(cls).get(name)) if isinstance(o, type) and dataclasses.is_dataclass(o)), None
+    )
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -196,48 +216,58 @@ def _type_name(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint)) if typing.get_origin(hint) is None else str(hint)
 
 
-def _check_names(values: Mapping[str, Any], cls: type, prefix: str) -> None:
-    valid = [f.name for f in dataclasses.fields(cls)]
+def _check_fields(values: Mapping[str, Any], cls: type, prefix: str) -> None:
+    """Unknown names, sections that are no sections, and booleans for numbers, which pydantic would take as 0 and 1."""
     for name, value in values.items():
-        if name not in valid:
-            where = f"{cls.__name__} ({prefix[:-1]})" if prefix else "a config"
-            raise UserError(f"unknown config field {prefix}{name}; the fields of {where} are {', '.join(valid)}")
+        _check_name(name, cls, prefix)
         section = _section(cls, name)
         if section is None:
-            continue
-        if isinstance(value, Mapping):
-            _check_names(value, section, f"{prefix}{name}.")
-        elif value is not None or len(_options(_hints(cls)[name])) == 1:
+            _check_no_boolean(value, _hints(cls)[name], prefix + name)
+        elif isinstance(value, Mapping):
+            _check_fields(value, section, f"{prefix}{name}.")
+        elif value is not None or types.NoneType not in _options(_hints(cls)[name]):
             inner = ", ".join(f.name for f in dataclasses.fields(section))
             raise UserError(f"config field {prefix}{name} has the fields {inner}, got the plain value {value!r}")
 
 
+def _check_name(name: Any, cls: type, prefix: str) -> None:
+    valid = [f.name for f in dataclasses.fields(cls)]
+    if name not in valid:
+        where = f"{cls.__name__} ({prefix[:-1]})" if prefix else "a config"
+        raise UserError(f"unknown config field {prefix}{name}; the fields of {where} are {', '.join(valid)}")
+
+
+def _check_no_boolean(value: Any, hint: Any, name: str) -> None:
+    values = value if isinstance(value, list | tuple) else [value]
+    if bool not in _options(hint) and any(isinstance(v, bool) for v in values):
+        raise UserError(f"config field {name} must be {_type_name(hint)}, got {value!r}")
+
+
 def _set(values: dict[str, Any], name: str, text: str) -> None:
+    """Puts an override into the nested values."""
     *sections, last = name.split(".")
-    cls: type | None = Config
-    here = values
-    for depth, section in enumerate(sections):
-        inner = None if cls is None else _section(cls, section)
+    cls: type = Config
+    here, prefix = values, ""
+    for section in sections:
+        _check_name(section, cls, prefix)
+        inner = _section(cls, section)
         if inner is None:
-            prefix = "".join(f"{s}." for s in sections[:depth])
-            if cls is not None and section in {f.name for f in dataclasses.fields(cls)}:
-                raise UserError(f"config field {prefix}{section} is a plain value, so {name} does not exist")
-            _check_names({section: {}}, cls or Config, prefix)
+            raise UserError(f"config field {prefix}{section} is a plain value, so {name} does not exist")
         if not isinstance(here.get(section), dict):
             here[section] = {}
-        here, cls = here[section], inner
-    assert cls is not None
-    _check_names({last: {}} if _section(cls, last) else {last: None}, cls, "".join(f"{s}." for s in sections))
+        here, cls, prefix = here[section], inner, f"{prefix}{section}."
+    _check_name(last, cls, prefix)
     here[last] = _value(text, _hints(cls)[last], name)
 
 
 def _value(text: str, hint: Any, name: str) -> Any:
-    if text.lower() in ("null", "none", "~"):
+    options = _options(hint)
+    if types.NoneType in options and text.lower() in ("null", "none", "~"):
         return None
-    if str in _options(hint) or any(typing.get_origin(o) is typing.Literal for o in _options(hint)):
+    if str in options or any(typing.get_origin(o) is typing.Literal for o in options):
         return text
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _UniqueKeys)
     except yaml.YAMLError:
         raise UserError(f"config field {name} cannot be read from {text!r}") from None
 

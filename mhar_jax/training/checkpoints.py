@@ -1,15 +1,17 @@
 """Checkpoints of a run: Orbax, asynchronous, each whole or not there, each verified when it is read.
 
-`checkpoints/STEP` holds four items: `params`, `rest` (optimizer, averaged weights, step, RNG), `data` (the state of the
-data iterator) and `meta` (config, data fingerprint, and a checksum of every array).
+`checkpoints/STEP` holds the items `params`, `ema` (where the run averages), `rest` (optimizer, step, RNG), `data` (the
+state of the data iterator) and `meta` (config, data fingerprint, and checksums of everything).
 """
 
+import contextlib
 import json
 import logging
 import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,63 +20,90 @@ import orbax.checkpoint as ocp
 
 from mhar_jax.config.load import differences, make_config, to_dict
 from mhar_jax.config.schema import Config
-from mhar_jax.errors import UserError
+from mhar_jax.errors import UserError, one_line
+from mhar_jax.training.checksums import examine, json_digest
 
 _log = logging.getLogger("mhar_jax")
 _FORMAT = 1
 
 
-class Checkpoints:
-    """The checkpoints of one run directory."""
+class Restored(NamedTuple):
+    """What a run continues from."""
 
-    def __init__(self, run_dir: str | pathlib.Path, *, keep: int = 3):
+    step: int
+    state: dict[str, Any]
+    data: Any  # state of the data iterator
+
+
+class Checkpoints:
+    """The checkpoints of one run directory; a context manager that waits for the last save."""
+
+    def __init__(self, run_dir: pathlib.Path, *, keep: int = 3):
         """Raises UserError if the directory cannot be written."""
-        self.directory = pathlib.Path(run_dir).absolute() / "checkpoints"
-        self._pending: int | None = None
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            step_prefix=None,
-            create=True,
-            cleanup_tmp_directories=True,
-            enable_async_checkpointing=True,
-        )
+        self.directory = run_dir.absolute() / "checkpoints"
+        self._started: int | None = None  # step of the save that may not be finished
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
         try:
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         except (OSError, ValueError) as error:
-            raise UserError(f"checkpoint directory {self.directory} cannot be used: {_line(error)}") from None
+            raise UserError(f"checkpoint directory {self.directory} cannot be used: {one_line(error)}") from None
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Waits, so that a save that was started is whole; an error that is on its way already is the one told."""
+        try:
+            self.wait()
+        except UserError as error:
+            if kind is None:
+                raise
+            _log.warning("%s", error)
+        finally:
+            try:
+                self._manager.close()
+            except Exception as error:  # a failed save is raised again; it has been told
+                _log.debug("closing the checkpoints: %s", error)
 
     def steps(self) -> list[int]:
-        """Steps that have a complete checkpoint, oldest first."""
-        return sorted(self._manager.all_steps())
+        """Steps of which there is a checkpoint, whole or damaged, oldest first."""
+        return list_steps(self.directory)
 
     def save(self, state: dict[str, Any], config: Config, data_state: Any, data_fingerprint: str) -> None:
         """Starts to save; returns once the arrays are copied out of the devices.
 
         Raises:
-          UserError: this or the save before it could not be written (disk full, permission).
+          UserError: this save or the one before it could not be written (disk full, permission), or the state holds
+            values that are not finite.
         """
-        step = int(state["step"])
-        rest = {k: v for k, v in state.items() if k != "params"}
+        step = int(jax.device_get(state["step"]))
+        examined = examine(state)
+        if not examined.finite:
+            raise UserError(f"the state after step {step} holds values that are not finite, so it is not saved")
         meta = {
             "format": _FORMAT,
-            "config": json.loads(json.dumps(to_dict(config))),
+            "step": step,
+            "config": to_dict(config),
             "data_fingerprint": data_fingerprint,
-            "checksums": checksums(state),
+            "data_digest": json_digest(data_state),
+            "checksums": examined.checksums,
         }
+        arrays = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
         self.wait()
-        self._pending = step
+        self._started = step
         try:
-            self._manager.save(
+            saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
-                    params=ocp.args.StandardSave(state["params"]),
-                    rest=ocp.args.StandardSave(rest),
+                    **arrays,
                     data=ocp.args.JsonSave(data_state),
-                    meta=ocp.args.JsonSave(meta),
+                    meta=ocp.args.JsonSave({**meta, "digest": json_digest(meta)}),
                 ),
             )
         except Exception as error:  # tensorstore and Orbax raise many types for a failed write
             raise self._failed(error) from None
+        if not saved:
+            raise UserError(f"the checkpoint of step {step} was not written: {self.directory} holds a later one")
 
     def wait(self) -> None:
         """Until what was started is on disk.
@@ -82,36 +111,25 @@ class Checkpoints:
         Raises:
           UserError: it could not be written; the checkpoints before it are whole.
         """
+        if self._started is None:
+            return
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from None
-        self._pending = None
+        self._started = None
 
-    def close(self) -> None:
-        """Waits and releases threads."""
-        self.wait()
-        self._manager.close()
+    def restore(self, shapes: dict[str, Any], config: Config, data_fingerprint: str) -> Restored | None:
+        """The newest whole checkpoint, or None where there is none.
 
-    def restore(
-        self, shapes: dict[str, Any], config: Config, data_fingerprint: str
-    ) -> tuple[dict[str, Any], Any] | None:
-        """The newest whole checkpoint as (state, data state), or None where there is none.
-
-        A checkpoint that cannot be read, or whose arrays do not match their checksums, is skipped with a warning for
-        the one before it.
+        A checkpoint that cannot be read, or does not match its checksums, is skipped with a warning for the one before
+        it, and renamed to STEP.damaged so that the step can be saved again.
 
         Raises:
           UserError: a readable checkpoint is of another config or of other data, or none of those present is readable.
         """
-        steps = self.steps()
-        for step in reversed(steps):
-            try:
-                meta = self._meta(step)
-                _check_meta(meta)
-            except Exception as error:
-                _warn_skipped(self.directory / str(step), error)
-                continue
+        skipped: list[int] = []
+        for step, meta in self._metas(skipped):
             if changed := differences(meta["config"], config):
                 raise UserError(
                     f"run_dir {self.directory.parent} holds a checkpoint of another config ({'; '.join(changed)}); "
@@ -122,117 +140,166 @@ class Checkpoints:
                     f"run_dir {self.directory.parent} holds a checkpoint trained on other data (fingerprint "
                     f"{meta['data_fingerprint']}, now {data_fingerprint}); use another run_dir or the same text"
                 )
-            try:
-                state, data_state = self._read(step, shapes)
-                _check_sums(state, meta["checksums"])
-            except Exception as error:
-                _warn_skipped(self.directory / str(step), error)
-                continue
-            return state, data_state
-        if steps:
+            with _damage_is_skipped(self.directory / str(step), skipped, step):
+                items = {
+                    name: _read_arrays(self.directory / str(step) / name, tree, name, meta["checksums"])
+                    for name, tree in _items(shapes).items()
+                }
+                data = _read_json(self.directory / str(step) / "data")
+                if json_digest(data) != meta["data_digest"]:
+                    raise ValueError("the state of the data differs from its checksum")
+                self._set_aside(skipped)
+                return Restored(step, _state(items), data)
+        if skipped:
             raise UserError(
-                f"none of the checkpoints in {self.directory} can be read (steps {', '.join(map(str, steps))}); "
-                "move the directory away to start again"
+                f"none of the checkpoints in {self.directory} can be read (steps "
+                f"{', '.join(map(str, sorted(skipped)))}); move the directory away to start again"
             )
         return None
 
-    def _read(self, step: int, shapes: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-        rest = {k: v for k, v in shapes.items() if k != "params"}
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                params=ocp.args.StandardRestore(shapes["params"]),
-                rest=ocp.args.StandardRestore(rest),
-                data=ocp.args.JsonRestore(),
-            ),
-        )
-        # The checkpoint library's buffers may not be donated; a copy by the compiler may.
-        state = jax.tree.map(jnp.copy, {"params": restored["params"], **restored["rest"]})
-        return state, restored["data"]
+    def _metas(self, skipped: list[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Step and meta, newest first; unreadable ones are warned about and added to `skipped`."""
+        for step in reversed(self.steps()):
+            meta = None
+            with _damage_is_skipped(self.directory / str(step), skipped, step):
+                meta = read_meta(self.directory / str(step))
+            if meta is not None:
+                yield step, meta
 
-    def _meta(self, step: int) -> Mapping[str, Any]:
-        return self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+    def _set_aside(self, damaged: list[int]) -> None:
+        """Makes room for these steps to be saved again; nothing is deleted."""
+        if not damaged:
+            return
+        if jax.process_index() == 0:
+            for step in damaged:
+                source, target = self.directory / str(step), self.directory / f"{step}.damaged"
+                number = 1
+                while target.exists():
+                    number += 1
+                    target = self.directory / f"{step}.damaged-{number}"
+                try:
+                    source.rename(target)
+                except OSError as error:
+                    raise UserError(
+                        f"the damaged checkpoint {source} is in the way and cannot be renamed: {error.strerror}"
+                    ) from None
+        self._manager.reload()
 
     def _failed(self, error: Exception) -> UserError:
-        self._manager.reload()
-        whole = [s for s in self.steps() if s != self._pending]
+        step, self._started = self._started, None
+        if jax.process_index() == 0:
+            for unfinished in self.directory.glob(f"{step}.*tmp*"):
+                shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has better uses
+        whole = [s for s in self.steps() if s != step]
         kept = f"the checkpoint of step {whole[-1]} is whole" if whole else "there is no earlier checkpoint"
         return UserError(
-            f"the checkpoint of step {self._pending} could not be written to {self.directory}: {_line(error)}; {kept}"
+            f"the checkpoint of step {step} could not be written to {self.directory}: {one_line(error)}; {kept}"
         )
 
 
-def read_params(run_dir: pathlib.Path) -> tuple[Config, int, Any]:
+def read_params(run_dir: pathlib.Path, shapes_of: Callable[[Config], Any]) -> tuple[Config, int, Any]:
     """Config, step and parameters (the averaged ones where the run keeps them) of the newest whole checkpoint.
+
+    Args:
+      run_dir: a run directory.
+      shapes_of: from the config to the parameters' ShapeDtypeStructs, which may say how to shard them.
 
     Raises:
       UserError: there is none.
     """
     directory = run_dir.absolute() / "checkpoints"
-    steps = sorted((int(p.name) for p in directory.glob("*") if re.fullmatch(r"\d+", p.name)), reverse=True)
-    for step in steps:
-        try:
-            meta = json.loads((directory / str(step) / "meta" / "metadata").read_text())
-            _check_meta(meta)
+    for step in reversed(list_steps(directory)):
+        with _damage_is_skipped(directory / str(step), [], step):
+            meta = read_meta(directory / str(step))
             config = make_config(meta["config"])
-            item = "rest" if config.optimizer.ema else "params"
-            with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
-                tree = reader.restore(directory / str(step) / item)
-            params = tree["ema"] if config.optimizer.ema else tree
-            prefix = "ema" if config.optimizer.ema else "params"
-            _check_sums({prefix: params}, {k: v for k, v in meta["checksums"].items() if k.startswith(f"{prefix}/")})
-        except Exception as error:
-            _warn_skipped(directory / str(step), error)
-            continue
-        return config, step, params
+            shapes = shapes_of(config)
+            name = "params"
+            if config.optimizer.ema:
+                name = "ema"
+                shapes = jax.tree.map(lambda s: s.update(dtype=jnp.float32), shapes)
+            return config, step, _read_arrays(directory / str(step) / name, shapes, name, meta["checksums"])
     raise UserError(f"{run_dir} holds no readable checkpoint (looked for {directory}/STEP)")
 
 
-def checksums(state: Any) -> dict[str, int]:
-    """A 32-bit number for each array, by path: a sum of its bits weighted by position, modulo 2³².
+def list_steps(directory: pathlib.Path) -> list[int]:
+    """Steps of the checkpoints in `checkpoints/`, oldest first; other names are not ours."""
+    found = directory.glob("*") if directory.is_dir() else ()
+    return sorted(int(p.name) for p in found if re.fullmatch(r"0|[1-9]\d*", p.name))
 
-    The sum does not depend on how the array is sharded, so that a checkpoint can be verified on another mesh.
+
+def read_meta(checkpoint: pathlib.Path) -> Mapping[str, Any]:
+    """The meta of a checkpoint.
+
+    Raises:
+      ValueError, OSError: it is damaged, or of another step or format.
     """
-    sums = jax.device_get(_checksums(state))
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): int(value)
-        for path, value in jax.tree_util.tree_leaves_with_path(sums)
-    }
+    meta = _read_json(checkpoint / "meta")
+    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
+        raise ValueError(f"the format of its meta is not {_FORMAT}")
+    if meta.pop("digest", None) != json_digest(meta):
+        raise ValueError("its meta differs from its checksum")
+    if str(meta["step"]) != checkpoint.name:
+        raise ValueError(f"it is of step {meta['step']}")
+    return meta
 
 
-@jax.jit
-def _checksums(state: Any) -> Any:
-    def one(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
-        position = jnp.zeros(x.shape, jnp.uint32)
-        for axis, size in enumerate(x.shape):
-            position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
-        return jnp.sum(bits.astype(jnp.uint32) * (2 * position + 1), dtype=jnp.uint32)
-
-    return jax.tree.map(one, state)
+def _items(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The items that the arrays of a state are saved as."""
+    alone = {name: state[name] for name in ("params", "ema") if name in state}
+    return {**alone, "rest": {k: v for k, v in state.items() if k not in alone}}
 
 
-def _check_sums(state: Any, expected: Mapping[str, int]) -> None:
-    found = checksums(state)
-    if wrong := sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k)):
+def _state(items: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_items`."""
+    return {**items["rest"], **{k: v for k, v in items.items() if k != "rest"}}
+
+
+def _read_json(item: pathlib.Path) -> Any:
+    return json.loads((item / "metadata").read_text(encoding="utf-8"))
+
+
+def _read_arrays(item: pathlib.Path, shapes: Any, name: str, checksums: Mapping[str, int]) -> Any:
+    """The arrays of an item, sharded as `shapes` says, seen to match the checksums of the state they are part of."""
+    with _quiet("asyncio"), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+        leaves, structure = jax.tree.flatten(reader.restore(item, args=ocp.args.StandardRestore(shapes)))
+    for i, leaf in enumerate(leaves):
+        leaves[i] = jnp.copy(leaf)  # the checkpoint library's buffers cannot be donated; one at a time, to save memory
+    tree = jax.tree.unflatten(structure, leaves)
+    found = examine(tree if name == "rest" else {name: tree}).checksums
+    if wrong := sorted(path for path, value in found.items() if checksums.get(path) != value):
         raise ValueError(f"{len(wrong)} arrays differ from their checksums, {wrong[0]} first")
+    return tree
 
 
-def _check_meta(meta: Any) -> None:
-    if not isinstance(meta, Mapping) or meta.get("format") != _FORMAT:
-        raise ValueError(f"checkpoint format must be {_FORMAT}")
+@contextlib.contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """asyncio logs the traceback of every read that another failed read has cancelled; one of them is raised anyway."""
+    before = logging.getLogger(logger).level
+    logging.getLogger(logger).setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.getLogger(logger).setLevel(before)
 
 
-def _warn_skipped(path: pathlib.Path, error: Exception) -> None:
-    _log.warning(
-        "skipping checkpoint %s, which is cut short or damaged (%s); trying the one before", path, _line(error)
-    )
+@contextlib.contextmanager
+def _damage_is_skipped(checkpoint: pathlib.Path, skipped: list[int], step: int) -> Iterator[None]:
+    """Warns and goes on where reading fails because of what is in the files.
 
-
-def _line(error: BaseException) -> str:
-    """The first words of an error, on one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else text[:200] + "…"
+    Not where the memory of host or device does not suffice, nor where the config is of another version of this program:
+    these say nothing about the files.
+    """
+    try:
+        yield
+    except (UserError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # damaged files make tensorstore and Orbax raise many types
+        _log.warning(
+            "skipping checkpoint %s, which is cut short or damaged (%s); trying the one before",
+            checkpoint,
+            one_line(error),
+        )
+        skipped.append(step)
 
 
 def merge_data_states(local: Any) -> Any:

@@ -2,33 +2,28 @@
 
 import contextlib
 import dataclasses
-import logging
-import math
+import os
 import pathlib
 import signal
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from mhar_jax.config.load import to_yaml
+from mhar_jax.config.load import make_config, read_file, to_yaml
 from mhar_jax.config.schema import Config
 from mhar_jax.data import describe_data, load_tokenizer, make_eval_batches, make_train_iterator
 from mhar_jax.data.tokenizers import Tokenizer
-from mhar_jax.errors import UserError
-from mhar_jax.models import count_parameters, train_flops_per_token
-from mhar_jax.routing_map import RoutingMap, draw, measure
+from mhar_jax.errors import UserError, writing
+from mhar_jax.models import count_parameters
+from mhar_jax.routing_map import draw, measure
 from mhar_jax.sampling import sample_text
 from mhar_jax.sharding import check_batch, make_mesh
 from mhar_jax.training.checkpoints import Checkpoints, merge_data_states
-from mhar_jax.training.hardware import memory_in_use, peak_flops
-from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress
-from mhar_jax.training.step import Trainer, make_trainer
-
-_log = logging.getLogger("mhar_jax")
-_ROUTING_ROWS = 4  # sequences of the first evaluation batch whose depth weights are summarised
+from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress, check_wandb, holds_metrics
+from mhar_jax.training.reports import Clock, Evaluation, Reports, due
+from mhar_jax.training.step import State, Trainer, evaluated_params, make_trainer
 
 
 def train(config: Config) -> None:
@@ -39,9 +34,10 @@ def train(config: Config) -> None:
     Raises:
       UserError: something about the config, the data, the devices or the disk; or the loss is not finite.
     """
-    # ---- Devices and layout: checked before anything is written.
+    # ---- Devices and layout.
     mesh = make_mesh(config.mesh)
     check_batch(config, mesh)
+    check_wandb(config)
     first_process = jax.process_index() == 0
     here = {"process_index": jax.process_index(), "process_count": jax.process_count()}
 
@@ -49,227 +45,187 @@ def train(config: Config) -> None:
     tokenizer = None if _needs_no_tokenizer(config) else load_tokenizer(config.data.tokenizer, config.data.eos_token)
     config = with_vocabulary(config, tokenizer)
     iterator = make_train_iterator(config, tokenizer, **here)
-    eval_batches = make_eval_batches(config, tokenizer, **here)
+    held_out = make_eval_batches(config, tokenizer, **here)
     data = describe_data(config, tokenizer)
 
-    # ---- Run directory: from here on the run leaves traces.
-    run_dir = prepare_run_dir(config, write=first_process)
-    checkpoints = Checkpoints(run_dir, keep=config.checkpoint.keep)
-
-    # ---- State: resume first, since a fresh state would cost its memory twice.
+    # ---- Model: traced here, so that what cannot run has been refused before anything is written.
     trainer = make_trainer(config, mesh)
-    found = checkpoints.restore(trainer.shapes, config, data["fingerprint"]) if config.checkpoint.resume else None
-    if found is None:
-        if not config.checkpoint.resume and checkpoints.steps():
-            raise UserError(f"run_dir {run_dir} holds checkpoints; resume from them, or use another run_dir")
-        state, start = trainer.init(), 0
-    else:
-        state, data_state = found
-        start = int(state["step"])
-        iterator.set_state(data_state)
-    if first_process:
-        (run_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    writer = MetricsWriter(config, start_step=start) if first_process else NoMetrics()
-    progress = Progress(config.steps, start, quiet=not first_process)
-    for line in _headline(config, trainer, data, start):
-        progress.say(line)
+    trainer.step.trace(trainer.shapes, trainer.batch)
 
-    # ---- Loop. The metrics of a step are read after the next one is dispatched, so the device never waits for us.
-    clock = _Clock(config)
-    reports = _Reports(config, writer, progress, clock)
-    evaluate = _Evaluation(trainer, eval_batches, writer, progress)
-    with _terminated() as terminated, contextlib.closing(writer), contextlib.closing(progress):
-        try:
-            if start == 0:
-                evaluate(0, state)
-            clock.start()
-            for step in range(start + 1, config.steps + 1):
-                _profile(config, run_dir, step)
-                tokens = _to_devices(next(iterator)["tokens"], trainer)
-                state, metrics = trainer.step(state, tokens)
-                reports.add(step, metrics)
-                progress.advance()
-                last = step == config.steps
-                stop = terminated()
-                if last or _due(step, config.eval.every):
-                    reports.flush()
-                    with clock.paused():
-                        evaluate(step, state)
-                if last or stop or _due(step, config.checkpoint.every):
-                    reports.flush()  # a loss that is not finite stops here, before it is saved
-                    with clock.paused():
-                        checkpoints.save(
-                            state, config, merge_data_states(iterator.get_state()), str(data["fingerprint"])
-                        )
-                if stop and not last:
-                    checkpoints.close()
-                    progress.say(f"stopped by a signal at step {step}; the checkpoint of this step is saved")
-                    return
-            reports.flush()
-            checkpoints.close()
-        finally:
-            _profile(config, run_dir, None)
+    with contextlib.ExitStack() as resources:
+        resources.enter_context(contextlib.closing(iterator))
+
+        # ---- Run directory: from here on the run leaves traces. Each process looks, the first one writes.
+        run_dir = prepare_run_dir(config.run_dir, write=first_process)
+        checkpoints = resources.enter_context(Checkpoints(run_dir, keep=config.checkpoint.keep))
+
+        # ---- State: resume first, since a fresh state would cost its memory twice.
+        state, start = _resume(config, checkpoints, trainer, iterator, str(data["fingerprint"]))
         if first_process:
-            finish(config, trainer, state, tokenizer, eval_batches, run_dir, progress)
+            write_config(config, run_dir / "config.yaml")
+        writer = MetricsWriter(config, run_dir, start_step=start) if first_process else NoMetrics()
+        resources.enter_context(contextlib.closing(writer))
+        progress = resources.enter_context(contextlib.closing(Progress(config.steps, start, quiet=not first_process)))
+        for line in _headline(config, trainer, data, start):
+            progress.say(line)
+        clock = Clock()
+        reports = Reports(config, writer, progress, clock)
+        eval_batches = [_to_devices(batch, trainer) for batch in held_out]
+        evaluate = Evaluation(trainer, eval_batches, writer, progress)
+        profiler = resources.enter_context(contextlib.closing(_Profiler(config, run_dir)))
+        terminated = resources.enter_context(_terminated())
 
+        def save(state: State) -> None:
+            reports.flush()  # a loss that is not finite stops here, before it is saved
+            checkpoints.save(state, config, merge_data_states(iterator.get_state()), str(data["fingerprint"]))
 
-def finish(
-    config: Config,
-    trainer: Trainer,
-    state: dict[str, Any],
-    tokenizer: Tokenizer | None,
-    eval_batches: list[dict[str, np.ndarray]],
-    run_dir: pathlib.Path,
-    progress: Progress,
-) -> None:
-    """The routing picture and a sample, at the end of a run."""
-    params = state.get("ema", state["params"]) if config.eval.ema else state["params"]
-    if config.model.is_routed:
-        weights = measure(trainer, params, eval_batches[0]["tokens"][:_ROUTING_ROWS, :-1])
-        draw(config.model, weights, run_dir / "routing.png")
-        progress.say(f"routing map: {run_dir / 'routing.png'}")
-    if config.sample.tokens and tokenizer is not None:
-        text = sample_text(config, trainer, params, tokenizer)
-        progress.say(f"sample: {text}")
+        # ---- Loop. The numbers of a step are read after the next one is dispatched: the device never waits for us.
+        if start == 0:
+            evaluate(0, state)
+        clock.start()
+        for step in range(start + 1, config.steps + 1):
+            profiler.before(step)
+            tokens = _to_devices(next(iterator), trainer)
+            state, metrics = trainer.step(state, tokens)
+            reports.add(step, metrics)
+            profiler.after(step, metrics)
+            progress.advance()
+            last, stop = step == config.steps, terminated()
+            if last or due(step, config.eval.every):
+                reports.flush()
+                with clock.paused():
+                    evaluate(step, state)
+            if last or stop or due(step, config.checkpoint.every):
+                with clock.paused():
+                    save(state)
+            if stop and not last:
+                checkpoints.wait()
+                progress.say(f"stopped by a signal after step {step}, which is saved; the same command continues")
+                return
+        checkpoints.wait()
+
+        # ---- What the run shows at its end.
+        params = evaluated_params(state, config)
+        if config.model.is_routed:
+            routing = measure(trainer, params, eval_batches[0])
+            if first_process:
+                draw(config.model, routing, run_dir / "routing.png")
+            progress.say(f"routing map: {run_dir / 'routing.png'}")
+        if config.sample.tokens and tokenizer is not None:
+            progress.say(f"sample: {sample_text(config, trainer, params, tokenizer)}")
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
     """The config with `model.vocab_size` set: the tokenizer's, up to a multiple of 128 that matrix units like."""
     if config.model.vocab_size is not None:
         return config
-    if tokenizer is None:
-        raise UserError("model.vocab_size must be given when data.format is synthetic, got None")
+    assert tokenizer is not None  # see _needs_no_tokenizer
     rows = -(-tokenizer.vocab_size // 128) * 128
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows))
 
 
-def prepare_run_dir(config: Config, *, write: bool = True) -> pathlib.Path:
+def prepare_run_dir(path: str, *, write: bool = True) -> pathlib.Path:
     """The run directory, made and seen to be writable.
 
     Raises:
-      UserError: it cannot be made or written.
+      UserError: it cannot be made or written, or holds files of these names that no run wrote.
     """
-    run_dir = pathlib.Path(config.run_dir)
+    run_dir = pathlib.Path(path).expanduser()
     if not write:
         return run_dir
-    probe = run_dir / ".writable"
+    probe = run_dir / f".writable-{os.getpid()}"
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
+        probe.write_bytes(b"?")
         probe.unlink()
-    except OSError as error:
-        raise UserError(
-            f"run_dir {run_dir} cannot be written: {error.strerror or error}; choose another run_dir"
-        ) from None
+        _check_own(run_dir)
+    except (OSError, ValueError) as error:  # ValueError: a NUL character; and our own
+        if isinstance(error, UserError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"run_dir {run_dir} cannot be written: {reason}; choose another run_dir") from None
     return run_dir
 
 
-class _Clock:
-    """Seconds of training: compilation, evaluation and saving are left out."""
-
-    def __init__(self, config: Config):
-        self._tokens = config.batch_size * config.seq_len
-        self._since: float | None = None
-        self._seconds = 0.0
-        self._step: int | None = None
-
-    def start(self) -> None:
-        self._since = time.perf_counter()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        self._stop()
-        yield
-        self.start()
-
-    def tokens_per_second(self, step: int) -> float | None:
-        """Since the last call; None at the first one, which had the compilation."""
-        self._stop()
-        seconds, steps = self._seconds, None if self._step is None else step - self._step
-        self._seconds, self._step = 0.0, step
-        self.start()
-        return None if not steps else steps * self._tokens / max(seconds, 1e-9)
-
-    def _stop(self) -> None:
-        if self._since is not None:
-            self._seconds += time.perf_counter() - self._since
-            self._since = None
+def _check_own(run_dir: pathlib.Path) -> None:
+    """Files that a run would overwrite must be a run's."""
+    config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
+    foreign = None
+    if config.is_file():
+        try:
+            make_config(read_file(config))
+        except UserError:
+            foreign = config
+    if metrics.is_file() and not holds_metrics(metrics):
+        foreign = metrics
+    if foreign is not None:
+        raise UserError(f"run_dir {run_dir} holds a {foreign.name} that no run wrote; choose another run_dir")
 
 
-class _Reports:
-    """Reads the metrics of a step when the next one is on its way, and writes those that are due."""
+def write_config(config: Config, path: pathlib.Path) -> None:
+    """Writes the resolved config, whole or not at all.
 
-    def __init__(self, config: Config, writer: MetricsWriter | NoMetrics, progress: Progress, clock: _Clock):
-        self._config, self._writer, self._progress, self._clock = config, writer, progress, clock
-        self._pending: tuple[int, dict[str, jax.Array]] | None = None
-        self._flops_per_token = train_flops_per_token(config.model, config.seq_len)
-        peak = peak_flops(jax.devices()[0])
-        self._peak = None if peak is None else peak * jax.device_count()
-
-    def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        self.flush()
-        self._pending = step, metrics
-
-    def flush(self) -> None:
-        """Raises UserError if the loss of a step is not finite."""
-        if self._pending is None:
-            return
-        step, metrics = self._pending
-        self._pending = None
-        jax.block_until_ready(metrics)  # also keeps the queue of dispatched steps short
-        first = step == 1 or self._clock._step is None
-        if not (first or _due(step, self._config.log.every) or step == self._config.steps):
-            return
-        values = {k: float(v) for k, v in metrics.items()}
-        if not self._config.optimizer.z_loss:
-            del values["z"]
-        if not math.isfinite(values["loss"]):
-            raise UserError(
-                f"the loss is {values['loss']} at step {step}, so training stops; the last checkpoint is from before; "
-                "a lower optimizer.peak_lr or a longer optimizer.warmup_steps usually helps"
-            )
-        if speed := self._clock.tokens_per_second(step):
-            values["tokens_per_s"] = speed
-            values["tflops"] = speed * self._flops_per_token / 1e12
-            if self._peak is not None:
-                values["mfu"] = speed * self._flops_per_token / self._peak
-        values |= memory_in_use()
-        self._writer.write(step, values)
-        self._progress.report(step, values)
+    Raises:
+      UserError: it cannot be written.
+    """
+    aside = path.with_suffix(".yaml.tmp")
+    with writing("the resolved config", path):
+        aside.write_text(to_yaml(config), encoding="utf-8")
+        os.replace(aside, path)
 
 
-class _Evaluation:
-    """Mean loss over the fixed held-out batches, and what the routing does on the first of them."""
-
-    def __init__(
-        self,
-        trainer: Trainer,
-        batches: list[dict[str, np.ndarray]],
-        writer: MetricsWriter | NoMetrics,
-        progress: Progress,
-    ):
-        self._trainer, self._batches, self._writer, self._progress = trainer, batches, writer, progress
-
-    def __call__(self, step: int, state: dict[str, Any]) -> None:
-        trainer, config = self._trainer, self._trainer.config
-        params = state.get("ema", state["params"]) if config.eval.ema else state["params"]
-        sums = [trainer.evaluate(params, _to_devices(batch["tokens"], trainer)) for batch in self._batches]
-        totals = [{k: float(v) for k, v in s.items()} for s in sums]
-        tokens = sum(t["tokens"] for t in totals)
-        values = {"val_loss": sum(t["nll"] for t in totals) / tokens, "val_tokens": tokens}
-        if config.model.is_routed and jax.process_count() == 1:
-            weights: RoutingMap = measure(trainer, params, self._batches[0]["tokens"][:_ROUTING_ROWS, :-1])
-            values |= {"depth_entropy": weights.entropy, "depth_newest_mass": weights.newest_mass}
-        self._writer.write(step, values)
-        self._progress.report(step, values)
+def _resume(
+    config: Config, checkpoints: Checkpoints, trainer: Trainer, iterator: Any, fingerprint: str
+) -> tuple[State, int]:
+    """The state to go on from and its step, with the iterator set to match; a fresh state where nothing is saved."""
+    run_dir = checkpoints.directory.parent
+    if not config.checkpoint.resume and checkpoints.steps():
+        raise UserError(
+            f"run_dir {run_dir} holds checkpoints and checkpoint.resume is false; let it resume, or use another run_dir"
+        )
+    found = checkpoints.restore(trainer.shapes, config, fingerprint)
+    if found is None:
+        return trainer.init(), 0
+    if found.step > config.steps:
+        raise UserError(
+            f"run_dir {run_dir} holds a checkpoint of step {found.step}, which is past steps={config.steps}; "
+            "raise steps, or use another run_dir"
+        )
+    iterator.set_state(found.data)
+    return found.state, found.step
 
 
-def _to_devices(tokens: np.ndarray, trainer: Trainer) -> jax.Array:
-    return jax.make_array_from_process_local_data(trainer.batch_sharding, tokens)
+class _Profiler:
+    """Traces from log.profile_steps' first step to its last, both included, into run_dir/profile."""
+
+    def __init__(self, config: Config, run_dir: pathlib.Path):
+        self._steps, self._directory = config.log.profile_steps, run_dir / "profile"
+        self._running = False
+
+    def before(self, step: int) -> None:
+        """Starts if this is the first step to trace."""
+        if self._steps is not None and step == self._steps[0]:
+            with writing("the profile", self._directory):
+                jax.profiler.start_trace(self._directory)
+            self._running = True
+
+    def after(self, step: int, metrics: Any) -> None:
+        """Stops if this was the last step to trace, once the device is done with it."""
+        if self._running and self._steps is not None and step == self._steps[1]:
+            jax.block_until_ready(metrics)
+            self.close()
+
+    def close(self) -> None:
+        """Writes the trace if one is running."""
+        if self._running:
+            self._running = False
+            with writing("the profile", self._directory):
+                jax.profiler.stop_trace()
 
 
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
+def _to_devices(batch: dict[str, np.ndarray], trainer: Trainer) -> jax.Array:
+    """The global batch [batch_size, seq_len + 1], from this process's rows."""
+    return jax.make_array_from_process_local_data(trainer.batch.sharding, batch["tokens"])
 
 
 def _needs_no_tokenizer(config: Config) -> bool:
@@ -293,8 +249,8 @@ def _headline(config: Config, trainer: Trainer, data: dict[str, Any], start: int
 
 
 @contextlib.contextmanager
-def _terminated() -> Iterator[Any]:
-    """A function that says whether SIGTERM has come; the run saves and ends at the next step."""
+def _terminated() -> Iterator[Callable[[], bool]]:
+    """A function that says whether SIGTERM has come; the run saves and ends after the current step."""
     seen: list[int] = []
     try:
         before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
@@ -305,15 +261,3 @@ def _terminated() -> Iterator[Any]:
         yield lambda: bool(seen)
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _profile(config: Config, run_dir: pathlib.Path, step: int | None) -> None:
-    """Starts and stops the profiler at log.profile_steps; `step=None` stops it if it runs."""
-    if config.log.profile_steps is None:
-        return
-    begin, end = config.log.profile_steps
-    if step == begin:
-        jax.profiler.start_trace(run_dir / "profile")
-    elif step == end or step is None:
-        with contextlib.suppress(RuntimeError):  # not running
-            jax.profiler.stop_trace()

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = load_config(file, overrides)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     for noisy in ("absl", "orbax", "jax"):
-        logging.getLogger(noisy).setLevel(logging.ERROR)
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)  # their errors arrive as exceptions
 
     prefer_present_hardware()  # before JAX looks for devices
     from mhar_jax.training.loop import train

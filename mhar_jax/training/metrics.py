@@ -1,51 +1,114 @@
 """Where numbers go while training: JSON lines, TensorBoard, Weights & Biases, and a progress bar."""
 
+import importlib.util
+import io
 import json
 import os
 import pathlib
+import socket
+import struct
 import sys
+import time
 from typing import Any
 
 from tqdm import tqdm
 
+from mhar_jax.config.load import to_dict
 from mhar_jax.config.schema import Config
-from mhar_jax.errors import UserError
+from mhar_jax.errors import UserError, writing
+
+
+def check_wandb(config: Config) -> None:
+    """Raises UserError if Weights & Biases is asked for and not installed; nothing needs to be written to know."""
+    if config.log.wandb_project is not None and importlib.util.find_spec("wandb") is None:
+        raise UserError("log.wandb_project needs the package wandb; install mhar-jax[wandb] or leave it out")
 
 
 class MetricsWriter:
     """Writes one line of `metrics.jsonl` a call, and the same numbers to the other outputs that are on."""
 
-    def __init__(self, config: Config, *, start_step: int):
-        """Lines after `start_step` are of a continuation that is about to be repeated, and are dropped."""
-        self.path = pathlib.Path(config.run_dir) / "metrics.jsonl"
-        _keep_lines_until(self.path, start_step)
-        self._file = self.path.open("a", encoding="utf-8")
-        self._tensorboard: Any = None
+    def __init__(self, config: Config, run_dir: pathlib.Path, *, start_step: int):
+        """Lines after `start_step` are of steps that are about to be repeated, and are dropped.
+
+        Raises:
+          UserError: an output cannot be written.
+        """
+        self.path = run_dir / "metrics.jsonl"
+        with writing("metrics", self.path):
+            _keep_lines_until(self.path, start_step)
+            self._file = self.path.open("ab", buffering=0)
+        self._tensorboard: EventFile | None = None
         self._wandb: Any = None
         if config.log.tensorboard:
-            from tensorboardX import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(pathlib.Path(config.run_dir) / "tensorboard"), purge_step=start_step)
+            with writing("TensorBoard events", run_dir / "tensorboard"):
+                self._tensorboard = EventFile(run_dir / "tensorboard", first_step=start_step + 1)
         if config.log.wandb_project is not None:
-            self._wandb = _start_wandb(config)
+            import wandb
+
+            self._wandb = wandb.init(project=config.log.wandb_project, dir=str(run_dir), config=to_dict(config))
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One object with `step` and `values`; on disk when this returns."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
-        self._file.flush()
+        """One object with `step` and `values`; handed to the operating system when this returns.
+
+        Raises:
+          UserError: an output cannot be written.
+        """
+        line = json.dumps({"step": step, **values}, allow_nan=False).encode() + b"\n"
+        with writing("metrics", self.path):
+            _write_all(self._file, line)
         if self._tensorboard is not None:
-            for name, value in values.items():
-                self._tensorboard.add_scalar(name, value, step)
+            with writing("TensorBoard events", self._tensorboard.path):
+                self._tensorboard.write(step, values)
         if self._wandb is not None:
             self._wandb.log(values, step=step)
 
     def close(self) -> None:
-        """Flushes every output."""
+        """Releases every output; what was written is there already."""
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+class EventFile:
+    """TensorBoard scalars, written where they are made.
+
+    tensorboardX's own SummaryWriter hands them to a thread, which dies on a full disk, after which the next call waits
+    for it for ever.
+    """
+
+    def __init__(self, directory: pathlib.Path, *, first_step: int):
+        """Earlier files' scalars from `first_step` on are hidden: they are about to be written again."""
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        directory.mkdir(exist_ok=True)
+        now = time.time()
+        self.path = directory / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = self.path.open("ab", buffering=0)
+        self._append(Event(wall_time=now, file_version="brain.Event:2"))
+        self._append(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One scalar for each value."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._append(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _append(self, event: Any) -> None:
+        """One record of the TFRecord format: length, its checksum, data, its checksum."""
+        from tensorboardX.record_writer import masked_crc32c
+
+        data = event.SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+        _write_all(self._file, length + checksums[0] + data + checksums[1])
 
 
 class NoMetrics:
@@ -80,39 +143,50 @@ class Progress:
             self.say(f"step {step}: " + ", ".join(f"{k} {v}" for k, v in shown.items()))
 
     def say(self, message: str) -> None:
-        """A line of its own, above the bar."""
+        """A line of its own, above the bar.
+
+        Raises:
+          UserError: standard output cannot be written (a full disk, a closed pipe).
+        """
         if self._quiet:
             return
-        if self._terminal:
-            self._bar.write(message)
-        else:
-            print(message, flush=True)
+        with writing("progress", "standard output"):
+            if self._terminal:
+                self._bar.write(message)
+            else:
+                print(message, flush=True)
 
     def close(self) -> None:
         """Leaves the bar as it is."""
         self._bar.close()
 
 
+def _write_all(file: io.FileIO, data: bytes) -> None:
+    while data:  # a write into a nearly full disk can be a short one; the next says why
+        data = data[file.write(data) :]
+
+
+def holds_metrics(path: pathlib.Path) -> bool:
+    """Whether a file begins like a metrics.jsonl of a run (or is empty)."""
+    with path.open("rb") as file:
+        first = file.readline(1 << 16)
+    return not first or _step_of(first.decode("utf-8", errors="replace")) is not None
+
+
 def _keep_lines_until(path: pathlib.Path, step: int) -> None:
+    """Drops the lines of later steps, and one that a kill cut short."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue  # a line cut short by a kill
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line + "\n" for line in lines if (at := _step_of(line)) is not None and at <= step]
     aside = path.with_suffix(".jsonl.tmp")
     aside.write_text("".join(kept), encoding="utf-8")
     os.replace(aside, path)
 
 
-def _start_wandb(config: Config) -> Any:
+def _step_of(line: str) -> int | None:
     try:
-        import wandb
-    except ModuleNotFoundError:
-        raise UserError("log.wandb_project needs the package wandb; install mhar-jax[wandb] or leave it out") from None
-    from mhar_jax.config.load import to_dict
-
-    return wandb.init(project=config.log.wandb_project, dir=config.run_dir, config=to_dict(config))
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None

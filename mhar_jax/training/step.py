@@ -11,11 +11,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mhar_jax.config.schema import Config
-from mhar_jax.models import Decoder, build_model
+from mhar_jax.models import Decoder, RoutingSummary, build_model, routing_summary
 from mhar_jax.sharding import BATCH, state_shardings
-from mhar_jax.training.optimizer import make_optimizer, make_schedule
+from mhar_jax.training.optimizer import as_float32, make_optimizer, make_schedule
 
-State = dict[str, Any]  # step, params, optimizer, rng and, with optimizer.ema, ema
+State = dict[str, Any]  # step, params, optimizer, rng and, with optimizer.ema, ema (float32)
 
 
 class ModelFunctions(NamedTuple):
@@ -56,22 +56,47 @@ def init_state(config: Config, functions: ModelFunctions) -> State:
         "rng": jax.random.key_data(run_key),
     }
     if config.optimizer.ema:
-        state["ema"] = jax.tree.map(jnp.copy, params)
+        state["ema"] = jax.tree.map(jnp.copy, as_float32(params))
     return state
+
+
+class MeshFunction:
+    """A jitted function, called with the mesh in scope, which `sharding.constrain` and the kernels look for."""
+
+    def __init__(self, mesh: Mesh, jitted: Any):
+        self._mesh, self._jitted = mesh, jitted
+
+    def __call__(self, *args: Any) -> Any:
+        with jax.set_mesh(self._mesh):
+            return self._jitted(*args)
+
+    def trace(self, *args: Any) -> Any:
+        """The traced program, for arrays or their shapes; a later call with such arrays does not trace again."""
+        with jax.set_mesh(self._mesh):
+            return self._jitted.trace(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """The lowered program, for arrays or their shapes."""
+        with jax.set_mesh(self._mesh):
+            return self._jitted.lower(*args)
 
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """The compiled program of a run: how state and batches are laid out, and the functions over them."""
+    """The compiled programs of a run: how state and batches are laid out, and the functions over them."""
 
     config: Config
     mesh: Mesh
     functions: ModelFunctions
     shapes: State  # ShapeDtypeStructs with shardings
-    batch_sharding: NamedSharding
+    batch: jax.ShapeDtypeStruct  # tokens of a step: int32 [batch_size, seq_len + 1]
     init: Callable[[], State]
-    step: Callable[[State, jax.Array], tuple[State, dict[str, jax.Array]]]  # tokens [batch_size, seq_len + 1]
-    evaluate: Callable[[Any, jax.Array], dict[str, jax.Array]]  # parameters, tokens -> sums
+    step: MeshFunction  # state (donated), tokens -> state, {loss, z, grad_norm, lr}
+    evaluate: MeshFunction  # parameters, tokens -> {nll, z, tokens}, sums
+    summarise: MeshFunction  # parameters, tokens -> RoutingSummary of the first ROUTING_ROWS sequences
+
+
+ROUTING_ROWS = 4  # sequences whose depth weights are summarised
 
 
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
@@ -81,8 +106,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     shapes = jax.eval_shape(lambda: init_state(config, functions))
     shardings = state_shardings(mesh, shapes)
     shapes = jax.tree.map(lambda s, h: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=h), shapes, shardings)
-    batch_sharding = NamedSharding(mesh, BATCH)
-    replicated = NamedSharding(mesh, jax.sharding.PartitionSpec())
+    by_rows, replicated = NamedSharding(mesh, BATCH), NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def loss_fn(params: Any, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         model = functions.merge(params)
@@ -90,20 +114,19 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         return total / sums["tokens"], {"loss": sums["nll"] / sums["tokens"], "z": sums["z"] / sums["tokens"]}
 
     def gradients(params: Any, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        """Of the mean loss over the whole batch, float32: every micro-batch has as many tokens."""
+        gradient = jax.grad(loss_fn, has_aux=True)
         micro = config.optimizer.accumulate
         if micro == 1:
-            grads, sums = jax.grad(loss_fn, has_aux=True)(params, tokens)
-            return grads, sums
+            return as_float32(gradient(params, tokens))
         # Micro-batch a takes rows a, a + micro, ...: each device keeps its own rows.
         parts = jnp.swapaxes(tokens.reshape(-1, micro, tokens.shape[1]), 0, 1)
 
         def add(total, part):
-            part = jax.lax.with_sharding_constraint(part, batch_sharding)
-            return jax.tree.map(jnp.add, total, jax.grad(loss_fn, has_aux=True)(params, part)), None
+            part = jax.lax.with_sharding_constraint(part, by_rows)
+            return jax.tree.map(jnp.add, total, as_float32(gradient(params, part))), None
 
-        zeros = jax.tree.map(
-            lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(jax.grad(loss_fn, has_aux=True), params, parts[0])
-        )
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), jax.eval_shape(gradient, params, parts[0]))
         total, _ = jax.lax.scan(add, zeros, parts)
         return jax.tree.map(lambda x: x / micro, total)
 
@@ -113,47 +136,36 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         params = optax.apply_updates(state["params"], updates)
         new = dict(state, step=state["step"] + 1, params=params, optimizer=optimizer_state)
         if "ema" in state:
-            new["ema"] = optax.incremental_update(params, state["ema"], 1 - config.optimizer.ema)
+            new["ema"] = optax.incremental_update(as_float32(params), state["ema"], 1 - config.optimizer.ema)
         metrics = dict(metrics, grad_norm=optax.global_norm(grads), lr=schedule(state["step"]))
         return new, metrics
 
-    def evaluate(params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
-        return functions.merge(params).loss(tokens[:, :-1], tokens[:, 1:])[1]
+    def model_of(params: Any) -> Decoder:
+        return functions.merge(jax.tree.map(lambda x, s: x.astype(s.dtype), params, shapes["params"]))
 
+    def evaluate(params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
+        return model_of(params).loss(tokens[:, :-1], tokens[:, 1:])[1]
+
+    def summarise(params: Any, tokens: jax.Array) -> RoutingSummary:
+        return routing_summary(model_of(params), tokens[:ROUTING_ROWS, :-1])
+
+    reading: dict[str, Any] = {"in_shardings": (shardings["params"], by_rows), "out_shardings": replicated}
     return Trainer(
         config=config,
         mesh=mesh,
         functions=functions,
         shapes=shapes,
-        batch_sharding=batch_sharding,
-        init=_in_mesh(mesh, jax.jit(lambda: init_state(config, functions), out_shardings=shardings)),
-        step=_in_mesh(
+        batch=jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32, sharding=by_rows),
+        init=MeshFunction(mesh, jax.jit(lambda: init_state(config, functions), out_shardings=shardings)),
+        step=MeshFunction(
             mesh,
-            jax.jit(
-                step,
-                in_shardings=(shardings, batch_sharding),
-                out_shardings=(shardings, replicated),
-                donate_argnums=0,
-            ),
+            jax.jit(step, in_shardings=(shardings, by_rows), out_shardings=(shardings, replicated), donate_argnums=0),
         ),
-        evaluate=_in_mesh(
-            mesh,
-            jax.jit(evaluate, in_shardings=(shardings["params"], batch_sharding), out_shardings=replicated),
-        ),
+        evaluate=MeshFunction(mesh, jax.jit(evaluate, **reading)),
+        summarise=MeshFunction(mesh, jax.jit(summarise, **reading)),
     )
 
 
-def _in_mesh(mesh: Mesh, function: Callable) -> Callable:
-    """Calls with the mesh in scope, which `sharding.constrain` and the kernels look for."""
-
-    def call(*args):
-        with jax.set_mesh(mesh):
-            return function(*args)
-
-    call.lower = lambda *args: _lower(mesh, function, args)  # type: ignore[attr-defined]
-    return call
-
-
-def _lower(mesh: Mesh, function: Any, args: tuple) -> Any:
-    with jax.set_mesh(mesh):
-        return function.lower(*args)
+def evaluated_params(state: State, config: Config) -> Any:
+    """The parameters that evaluations, the routing picture and the sample see: the averaged ones if there are any."""
+    return state["ema"] if config.eval.ema and "ema" in state else state["params"]
