@@ -1,0 +1,187 @@
+"""The forward Pallas TPU kernel: each source read once, softmax over depth online, a chunk of sources at a time."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from mhar_kernels.pallas_common import Inputs, Layout, load_entries, source_tile, store_entries
+from mhar_kernels.pallas_heads import lane_tile
+from mhar_kernels.pallas_ring import Ref, Ring, SourceRefs
+from mhar_kernels.pallas_scores import exponentials
+
+KERNEL = "depth_route_forward"
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    out: Ref  # [1, rows, D]
+    stats: Ref  # [1, rows, 2H]: the reference logit m, and the log of the sum of exp(logit - m)
+    mix: Ref | None  # [1, rows, D] float32
+    weights: Ref | None  # [1, N(+1), rows, H]
+
+
+@dataclass(frozen=True)
+class _Scratch:
+    buffer: Ref  # [slots, chunk, rows, D] storage dtype
+    mix: Ref  # [rows, D] float32, times the softmax's sum
+    top: Ref  # entries: largest logit so far
+    total: Ref  # entries: sum of exp(logit - top)
+    tops: Ref | None  # [chunks, rows, H] `top` after each chunk, which its part of `weights` is relative to
+
+
+def forward_call(layout: Layout, inputs: Inputs, *, keep_mix: bool) -> list[jax.Array]:
+    """[out [G, T, D], stats [G, T, 2H], mix [G, T, D] if kept, weights [G, N(+1), T, H] if asked for], D padded."""
+    call, plan, dim = layout.call, layout.plan, layout.heads.padded
+    rows, heads = plan.rows, call.num_heads
+    tokens = (layout.groups, call.tokens)
+    shapes = [((*tokens, dim), call.dtype), ((*tokens, 2 * heads), "float32")]
+    specs = [layout.row_spec(dim), layout.row_spec(2 * heads)]
+    if keep_mix:
+        shapes.append(((*tokens, dim), "float32"))
+        specs.append(layout.row_spec(dim))
+    if call.return_weights:
+        shapes.append(((layout.groups, call.rows, call.tokens, heads), "float32"))
+        specs.append(layout.depth_spec(call.rows, heads))
+    scratch = [
+        pltpu.VMEM((plan.slots, plan.chunk, rows, dim), jnp.dtype(call.dtype)),
+        pltpu.VMEM((rows, dim), jnp.float32),
+        pltpu.VMEM(layout.heads.entries_shape(rows), jnp.float32),
+        pltpu.VMEM(layout.heads.entries_shape(rows), jnp.float32),
+        pltpu.SemaphoreType.DMA((plan.slots,)),
+    ]
+    if call.return_weights:
+        scratch.append(pltpu.VMEM((plan.chunks, rows, heads), jnp.float32))
+
+    def kernel(given: Inputs, outs: Sequence[Ref], temporaries: Sequence[Ref]) -> None:
+        out, stats, *optional = outs
+        mix = optional.pop(0) if keep_mix else None
+        outputs = _Outputs(out, stats, mix, optional.pop(0) if call.return_weights else None)
+        buffer, acc, top, total, semaphores, *tops = temporaries
+        _kernel(layout, given, outputs, _Scratch(buffer, acc, top, total, tops[0] if tops else None), semaphores)
+
+    return layout.run(kernel, KERNEL, inputs, shapes, specs, scratch, _cost(layout, keep_mix))
+
+
+def _kernel(layout: Layout, given: Inputs, outputs: _Outputs, scratch: _Scratch, semaphores: Ref) -> None:
+    call, plan = layout.call, layout.plan
+    tile, first_tile, tiles = layout.core_tiles()
+    sources = SourceRefs(given.sources, call.stacked, layout.source_group(), plan.rows)
+    ring = Ring(plan, scratch.buffer, first_tile, tiles)
+
+    @pl.when(tile == 0)
+    def _():
+        ring.load_first(sources, semaphores)
+
+    @pl.when(tile < tiles)
+    def _():
+        def chunk(index, count):
+            item = tile * plan.chunks + index
+            known = isinstance(index, int)
+            ring.wait(sources, semaphores, item, count)
+            _mix_chunk(layout, given, outputs, scratch, jax.lax.rem(item, plan.slots), index, count)
+            ring.load(
+                sources, semaphores, item + plan.slots, plan.chunk_after(index, plan.slots) if known else None
+            )
+
+        chunk(0, plan.first)
+        plan.later_chunks(lambda index: chunk(index, plan.chunk))
+        _finish(layout, given, outputs, scratch)
+
+
+def _mix_chunk(layout, given, outputs, scratch, slot, index, count):
+    """Scores the `count` sources of one chunk and adds them to the running softmax and mix; chunk 0 starts these."""
+    call, plan, heads = layout.call, layout.plan, layout.heads
+    membership = given.membership()
+    scorer = layout.scorer(given, membership)
+    is_first = isinstance(index, int)
+
+    def visit(rows: pl.Slice) -> None:
+        values = [source_tile(scratch.buffer, slot, i, rows) for i in range(count)]
+        scores = [scorer.score(value) for value in values]
+        logits = [(s.high, s.low) for s in scores]
+        if is_first and call.has_null:
+            values.insert(0, lambda t: given.null[0, 0:1, lane_tile(t)])
+            logits.insert(0, layout.null_logit(given))
+
+        highs = [high for high, _ in logits]
+        old_top = None if is_first else load_entries(scratch.top, rows)
+        top = [functools.reduce(jnp.maximum, of_head) for of_head in zip(*highs, *([old_top] if old_top else []))]
+        weights = [exponentials(high, low, top) for high, low in logits]
+        total = [functools.reduce(jnp.add, of_head) for of_head in zip(*weights)]
+        rescale = None
+        if old_top is not None:
+            scale = exponentials(old_top, None, top)
+            old_total = load_entries(scratch.total, rows)
+            total = [new + old * x for new, old, x in zip(total, old_total, scale, strict=True)]
+            rescale = heads.spread(scale, membership)
+        store_entries(scratch.top, rows, top)
+        store_entries(scratch.total, rows, total)
+        if outputs.weights is not None:
+            scratch.tops[index, rows, :] = heads.pack(top)
+            offset = 0 if is_first else call.has_null + plan.first_source(index)
+            for i, weight in enumerate(weights):
+                outputs.weights[0, offset + i, rows, :] = heads.pack(weight)
+
+        spread = [heads.spread(w, membership) for w in weights]
+        for t in range(heads.tiles):
+            mix = None if rescale is None else scratch.mix[rows, lane_tile(t)] * rescale(t)
+            for weight, value in zip(spread, values, strict=True):
+                term = weight(t) * value(t)
+                mix = term if mix is None else mix + term
+            scratch.mix[rows, lane_tile(t)] = mix
+
+    layout.each_group(visit)
+
+
+def _finish(layout: Layout, given: Inputs, outputs: _Outputs, scratch: _Scratch) -> None:
+    """Divides by the softmax's sum, applies gate and residual, rounds once."""
+    call, plan, heads = layout.call, layout.plan, layout.heads
+    membership = given.membership()
+
+    def visit(rows: pl.Slice) -> None:
+        top, total = load_entries(scratch.top, rows), load_entries(scratch.total, rows)
+        outputs.stats[0, rows, : call.num_heads] = heads.pack(top)
+        outputs.stats[0, rows, call.num_heads :] = heads.pack([jnp.log(x) for x in total])
+        inverse = heads.spread([1.0 / x for x in total], membership)
+        for t in range(heads.tiles):
+            mix = scratch.mix[rows, lane_tile(t)] * inverse(t)
+            if outputs.mix is not None:
+                outputs.mix[0, rows, lane_tile(t)] = mix
+            if given.gate is not None:
+                mix = mix * given.gate[0]
+            if given.residual is not None:
+                mix = mix + given.residual[0, rows, lane_tile(t)].astype(jnp.float32)
+            outputs.out[0, rows, lane_tile(t)] = mix.astype(outputs.out.dtype)
+
+        if outputs.weights is not None:
+            packed_top, packed_total = heads.pack(top), heads.pack(total)
+
+            def normalise(index, start, count):
+                factor = jnp.exp(scratch.tops[index, rows, :] - packed_top) / packed_total
+                for i in range(count):
+                    outputs.weights[0, start + i, rows, :] = outputs.weights[0, start + i, rows, :] * factor
+
+            normalise(0, 0, plan.first + call.has_null)
+
+            plan.later_chunks(lambda i: normalise(i, call.has_null + plan.first_source(i), plan.chunk))
+
+    layout.each_group(visit)
+
+
+def _cost(layout: Layout, keep_mix: bool) -> pl.CostEstimate:
+    """A feature of a source takes a square, a product with the query and one with its weight, each added up."""
+    call = layout.call
+    rows = layout.groups * layout.num_tiles * layout.plan.rows
+    size = jnp.dtype(call.dtype).itemsize
+    per_feature = (call.num_sources + 1 + call.has_residual) * size + 4 * keep_mix
+    per_head = 8 + 4 * call.rows * call.return_weights
+    return pl.CostEstimate(
+        flops=6 * rows * call.dim * call.rows,
+        bytes_accessed=rows * (call.dim * per_feature + call.num_heads * per_head),
+        transcendentals=rows * (call.rows * (call.num_heads + 1) + call.num_heads),
+    )

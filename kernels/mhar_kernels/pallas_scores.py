@@ -1,0 +1,120 @@
+"""The logits of a few rows inside a Pallas TPU kernel: r_n <query[h], s_n[h]>, in float32 or as float32 pairs.
+
+bfloat16 and float16 storage take float32 multiplications and additions on the vector unit. The matrix unit would need
+three bfloat16 passes for the query's 24 bits, and its results would lie one lane a head, each to be broadcast again.
+float32 storage takes pairs (twofloat.py says why), whose sums over features are made exact instead of compensated:
+each term is cut at a bit position set by the row's largest value, so that the upper parts add up without rounding
+(error-free extraction, Rump, Ogita and Oishi 2008); what is left is 2^-10 of it or less and is added in plain float32.
+That costs four operations a term where a compensated addition takes eleven.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from mhar_kernels import twofloat
+from mhar_kernels.pallas_heads import Entries, Heads, Tile
+from mhar_kernels.twofloat import Pair
+
+
+@dataclass(frozen=True)
+class Score:
+    """Of one source: logit = high + low, inverse RMS to be broadcast over a row, and the products asked for."""
+
+    high: Entries
+    low: Entries | None
+    inverse_rms: jax.Array
+    products: list[Entries]
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """The effective query of a call as rows of lane tiles, and how exactly to use it."""
+
+    heads: Heads
+    eps: float
+    exact: bool  # pairs
+    query: Tile  # [1, 128]
+    query_low: Tile
+    membership: jax.Array | None
+
+    def score(self, source: Tile, others: Sequence[Tile] = ()) -> Score:
+        """One sweep over a source: its logits and, for each of `others`, the head sums of its product with it."""
+        if self.exact:
+            return self._exact(source, others)
+        squares: list[jax.Array] = []
+
+        def terms(tile: int) -> list[jax.Array]:
+            s = source(tile)
+            squares.append(s * s)
+            return [s * self.query(tile), *(s * other(tile) for other in others)]
+
+        dots, *products = self.heads.sums(terms, self.membership)
+        inverse_rms = jax.lax.rsqrt(_row_sum(squares) / self.heads.dim + self.eps)
+        return Score([dot * inverse_rms for dot in dots], None, inverse_rms, products)
+
+    def _exact(self, source: Tile, others: Sequence[Tile]) -> Score:
+        heads = self.heads
+        row_bound = _power_of_two_above(_row_max(source, heads.tiles))
+        query_bound = _power_of_two_above(_row_max(self.query, heads.tiles))
+        cut, cut_square = self._cut(row_bound * query_bound), self._cut(row_bound * row_bound)
+        squares: list[tuple[jax.Array, jax.Array]] = []
+
+        def terms(tile: int) -> list[jax.Array]:
+            s = source(tile)
+            squares.append(_extract(twofloat.two_prod(s, s), cut_square))
+            product = twofloat.two_prod(s, jnp.broadcast_to(self.query(tile), s.shape))
+            product = Pair(product.high, product.low + s * self.query_low(tile))
+            return [*_extract(product, cut), *(s * other(tile) for other in others)]
+
+        upper, lower, *products = heads.sums(terms, self.membership)
+        square = twofloat.two_sum(_row_sum([u for u, _ in squares]), _row_sum([x for _, x in squares]))
+        inverse_rms = twofloat.inverse_rms(twofloat.divide(square, heads.dim), self.eps)
+        logits = [twofloat.multiply(twofloat.two_sum(u, x), inverse_rms) for u, x in zip(upper, lower, strict=True)]
+        return Score([x.high for x in logits], [x.low for x in logits], inverse_rms.high, products)
+
+    def _cut(self, bound: jax.Array) -> jax.Array:
+        """Adding and subtracting this rounds terms below `bound` to a unit of which D terms sum exactly in 24 bits."""
+        bits = min(22, 24 - math.ceil(math.log2(self.heads.dim)))
+        return bound * (1.5 * 2.0 ** (23 - bits))
+
+
+def exponentials(high: Entries, low: Entries | None, reference: Entries, log_total: Entries | None = None) -> Entries:
+    """exp(high + low - reference - log_total). The difference of near logits is exact, so the digits in `low` count."""
+    out = []
+    for i, (h, top) in enumerate(zip(high, reference, strict=True)):
+        x = h - top
+        if log_total is not None:
+            x = x - log_total[i] if low is None else x + (low[i] - log_total[i])
+        elif low is not None:
+            x = x + low[i]
+        out.append(jnp.exp(x))
+    return out
+
+
+def _row_sum(tiles: Sequence[jax.Array]) -> jax.Array:
+    """Sum of [rows, 128] tiles over tiles and lanes: [rows, 1]."""
+    total = tiles[0]
+    for tile in tiles[1:]:
+        total = total + tile
+    return jnp.sum(total, axis=-1, keepdims=True)
+
+
+def _row_max(row: Tile, tiles: int) -> jax.Array:
+    largest = jnp.abs(row(0))
+    for tile in range(1, tiles):
+        largest = jnp.maximum(largest, jnp.abs(row(tile)))
+    return jnp.max(largest, axis=-1, keepdims=True)
+
+
+def _power_of_two_above(x: jax.Array) -> jax.Array:
+    exponent = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7F800000)
+    return 2.0 * jax.lax.bitcast_convert_type(exponent, jnp.float32)
+
+
+def _extract(term: Pair, cut: jax.Array) -> tuple[jax.Array, jax.Array]:
+    upper = (term.high + cut) - cut
+    return upper, (term.high - upper) + term.low
