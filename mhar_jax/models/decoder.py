@@ -60,7 +60,7 @@ class Decoder(nnx.Module):
           segment_ids: int32 [B, T]; tokens attend within their own segment. None: one segment a row.
         """
         with self._precision():
-            hidden = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
+            hidden = self._run(tokens, positions, segment_ids, isolate=True)
             head, vocab_axis = self._head()
             contract = (((2,), (1 - vocab_axis,)), ((), ()))
             logits = jax.lax.dot_general(
@@ -72,7 +72,7 @@ class Decoder(nnx.Module):
         self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
     ) -> jax.Array:
         """The final norm's output [B, T, D], in config.compute_dtype. Arguments as for a call."""
-        return self._run(tokens, positions, segment_ids, None)
+        return self._run(tokens, positions, segment_ids)
 
     def loss(
         self,
@@ -136,7 +136,7 @@ class Decoder(nnx.Module):
         """`hidden`, calling `record(site, weights)` at every routing site, so that weights can be reduced at once."""
         if not self.config.is_routed:
             raise UserError(f"depth weights need a routed model, got model.variant={self.config.variant}")
-        return self._run(tokens, positions, segment_ids, record)
+        return self._run(tokens, positions, segment_ids, record=record)
 
     def _head(self) -> tuple[jax.Array, int]:
         """The head's matrix and which of its axes is the vocabulary."""
@@ -153,8 +153,14 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array | None,
         segment_ids: jax.Array | None,
-        record: Record | None,
+        record: Record | None = None,
+        isolate: bool = False,
     ) -> jax.Array:
+        """The final norm's output; `isolate` has every sublayer compiled apart from what surrounds it.
+
+        Fused differently, equal arithmetic differs in the last bit. Apart, a converted model whose gates are closed has
+        the logits of the original, to the bit. Training does without: fusing is faster.
+        """
         config = self.config
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype.name}{list(tokens.shape)}")
@@ -164,10 +170,12 @@ class Decoder(nnx.Module):
         with self._precision():
             # Rows are gathered before they are rounded: casting the whole table first would cost more.
             x = constrain(self.embedding[...][tokens].astype(config.compute_dtype), "batch", None, None)
-            x = self._sublayers(x, context, record)
+            x = self._sublayers(x, context, record, isolate)
+            if isolate:
+                x = jax.lax.optimization_barrier(x)
             return rms_norm(x, self.final_norm[...], config.norm_eps).astype(config.compute_dtype)
 
-    def _sublayers(self, x: jax.Array, context: TokenContext, record: Record | None) -> jax.Array:
+    def _sublayers(self, x: jax.Array, context: TokenContext, record: Record | None, isolate: bool) -> jax.Array:
         """From the embedding to the final norm's input."""
         config = self.config
         params = [p.arrays() for layer in self.layers for p in (layer.attention, layer.mlp)]
@@ -178,7 +186,8 @@ class Decoder(nnx.Module):
         def mlp(p, h):
             return mlp_sublayer(p, h, config)
 
-        sublayers = [remat_sublayer(config.remat, f) for _ in self.layers for f in (attention, mlp)]
+        kinds = [_isolated(f) for f in (attention, mlp)] if isolate else [attention, mlp]
+        sublayers = [remat_sublayer(config.remat, f) for _ in self.layers for f in kinds]
         assert len(sublayers) == len(params) == num_sublayers(config)
         if config.variant in STACKED_VARIANTS and record is None and config.remat != "layer":
             return self._stack(sublayers, params, x)
@@ -227,6 +236,12 @@ class Decoder(nnx.Module):
         x = flow.finish(state, rows[-1], reader)
         reader.check()
         return x
+
+
+def _isolated(sublayer: Callable) -> Callable:
+    """The sublayer between two barriers that the compiler moves nothing across."""
+    barrier = jax.lax.optimization_barrier
+    return lambda p, h: barrier(sublayer(p, barrier(h)))
 
 
 def build_model(config: ModelConfig, *, rngs: nnx.Rngs) -> Decoder:

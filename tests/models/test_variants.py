@@ -26,6 +26,11 @@ def test_logits_equal_the_definition(variant):
     assert run["logits"].shape == (2, 12, 64)
     # float32 rounding through 6 sublayers: seen 3e-7 to 1e-6
     assert relative(run["logits"], logits) < 5e-6
+    log_sum = np.log(np.exp(logits).sum(-1))
+    nll = log_sum - np.take_along_axis(logits, TOKENS[:, 1:, None], -1)[..., 0]
+    assert run["loss"] == pytest.approx(nll.mean(), rel=1e-5)
+    assert run["aux"]["z"] == pytest.approx((log_sum**2).sum(), rel=1e-5)
+    assert run["aux"]["tokens"] == 24
 
 
 @pytest.mark.parametrize("variant", ROUTED)
