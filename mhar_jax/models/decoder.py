@@ -1,6 +1,7 @@
 """The decoder: Qwen3 and Llama-3.1 shapes, with every variant of depth routing behind one field."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from flax import nnx
 
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.errors import UserError
+from mhar_jax.models.cache import CachedAttention, KVCache, empty_cache
 from mhar_jax.models.flows import make_flow
 from mhar_jax.models.initialise import Initializer
 from mhar_jax.models.loss import LossSums, cross_entropy
@@ -60,13 +62,43 @@ class Decoder(nnx.Module):
           segment_ids: int32 [B, T]; tokens attend within their own segment. None: one segment a row.
         """
         with self._precision():
-            hidden = self._run(tokens, positions, segment_ids, isolate=True)
-            head, vocab_axis = self._head()
-            contract = (((2,), (1 - vocab_axis,)), ((), ()))
-            logits = jax.lax.dot_general(
-                hidden, head.astype(hidden.dtype), contract, preferred_element_type=jnp.float32
-            )
-            return constrain(logits, "batch", None, "vocab")
+            return self._logits(self._run(tokens, positions, segment_ids, isolate=True))
+
+    def prefill(self, tokens: jax.Array, counts: jax.Array, *, slots: int) -> tuple[jax.Array, KVCache]:
+        """The first tokens of each row, into a new cache.
+
+        Args:
+          tokens: int32 [B, T]; of row b the first `counts[b]` count and the rest is filling.
+          counts: int32 [B], each from 1 to T.
+          slots: tokens that a row will have room for, at least T.
+
+        Returns:
+          Logits after each row's last token, float32 [B, V], and the cache.
+        """
+        if tokens.shape[1] > slots:
+            raise ValueError(f"slots must be at least the {tokens.shape[1]} tokens of a row, got {slots}")
+        cache = empty_cache(self.config, tokens.shape[0], slots)
+        attend = CachedAttention(cache, tokens.shape[1], self.config, empty=True)
+        with self._precision():
+            hidden = self._run(tokens, attend.positions, None, attend=attend)
+            last = jnp.take_along_axis(hidden, (counts - 1)[:, None, None], axis=1)
+            return self._logits(last)[:, 0], attend.cache(counts)
+
+    def extend(self, tokens: jax.Array, cache: KVCache, counts: jax.Array | None = None) -> tuple[jax.Array, KVCache]:
+        """The next tokens of each row, given those in the cache.
+
+        Args:
+          tokens: int32 [B, T]; of row b the first `counts[b]` count and the rest is filling.
+          cache: with room for them in every row; what has no room is dropped and makes the logits wrong.
+          counts: int32 [B]; None: T for every row.
+
+        Returns:
+          Logits float32 [B, T, V], and the cache with the new tokens in it.
+        """
+        attend = CachedAttention(cache, tokens.shape[1], self.config, empty=False)
+        with self._precision():
+            logits = self._logits(self._run(tokens, attend.positions, None, attend=attend))
+            return logits, attend.cache(jnp.asarray(tokens.shape[1], jnp.int32) if counts is None else counts)
 
     def hidden(
         self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
@@ -138,6 +170,13 @@ class Decoder(nnx.Module):
             raise UserError(f"depth weights need a routed model, got model.variant={self.config.variant}")
         return self._run(tokens, positions, segment_ids, record=record)
 
+    def _logits(self, hidden: jax.Array) -> jax.Array:
+        """[B, T, D] to float32 [B, T, V]."""
+        head, vocab_axis = self._head()
+        contract = (((2,), (1 - vocab_axis,)), ((), ()))
+        logits = jax.lax.dot_general(hidden, head.astype(hidden.dtype), contract, preferred_element_type=jnp.float32)
+        return constrain(logits, "batch", None, "vocab")
+
     def _head(self) -> tuple[jax.Array, int]:
         """The head's matrix and which of its axes is the vocabulary."""
         return (self.embedding[...], 0) if self.config.tie_embeddings else (self.head[...], 1)
@@ -155,11 +194,13 @@ class Decoder(nnx.Module):
         segment_ids: jax.Array | None,
         record: Record | None = None,
         isolate: bool = False,
+        attend: CachedAttention | None = None,
     ) -> jax.Array:
         """The final norm's output; `isolate` has every sublayer compiled apart from what surrounds it.
 
         Fused differently, equal arithmetic differs in the last bit. Apart, a converted model whose gates are closed has
-        the logits of the original, to the bit. Training does without: fusing is faster.
+        the logits of the original, to the bit. Training does without: fusing is faster. `attend` replaces attention
+        over `tokens` alone.
         """
         config = self.config
         if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
@@ -170,12 +211,19 @@ class Decoder(nnx.Module):
         with self._precision():
             # Rows are gathered before they are rounded: casting the whole table first would cost more.
             x = constrain(self.embedding[...][tokens].astype(config.compute_dtype), "batch", None, None)
-            x = self._sublayers(x, context, record, isolate)
+            x = self._sublayers(x, context, record, isolate, attend)
             if isolate:
                 x = jax.lax.optimization_barrier(x)
             return rms_norm(x, self.final_norm[...], config.norm_eps).astype(config.compute_dtype)
 
-    def _sublayers(self, x: jax.Array, context: TokenContext, record: Record | None, isolate: bool) -> jax.Array:
+    def _sublayers(
+        self,
+        x: jax.Array,
+        context: TokenContext,
+        record: Record | None,
+        isolate: bool,
+        attend: CachedAttention | None,
+    ) -> jax.Array:
         """From the embedding to the final norm's input."""
         config = self.config
         params = [p.arrays() for layer in self.layers for p in (layer.attention, layer.mlp)]
@@ -186,12 +234,16 @@ class Decoder(nnx.Module):
         def mlp(p, h):
             return mlp_sublayer(p, h, config)
 
+        if attend is not None:  # its sublayers have an effect, the cache, so nothing may trace them apart
+            cached = [functools.partial(attend.sublayer, i, context=context) for i in range(config.num_layers)]
+            pairs = [f for one in cached for f in (one, mlp)]
+            return self._site_by_site(pairs, params, x, record, remat="none")
         kinds = [_isolated(f) for f in (attention, mlp)] if isolate else [attention, mlp]
         sublayers = [remat_sublayer(config.remat, f) for _ in self.layers for f in kinds]
         assert len(sublayers) == len(params) == num_sublayers(config)
         if config.variant in STACKED_VARIANTS and record is None and config.remat != "layer":
             return self._stack(sublayers, params, x)
-        return self._site_by_site(sublayers, params, x, record)
+        return self._site_by_site(sublayers, params, x, record, config.remat)
 
     def _stack(self, sublayers: list[Callable], params: list[Any], x: jax.Array) -> jax.Array:
         config, routing = self.config, self.routing.arrays()
@@ -208,7 +260,7 @@ class Decoder(nnx.Module):
         )
 
     def _site_by_site(
-        self, sublayers: list[Callable], params: list[Any], x: jax.Array, record: Record | None
+        self, sublayers: list[Callable], params: list[Any], x: jax.Array, record: Record | None, remat: str
     ) -> jax.Array:
         config = self.config
         flow, reader = make_flow(config), SiteReader(config, record)
@@ -225,7 +277,7 @@ class Decoder(nnx.Module):
                     outputs.append(y)
                 return outputs
 
-            return remat_layer(config.remat, layer)
+            return remat_layer(remat, layer)
 
         state = flow.start(x)
         for first in range(0, len(sublayers), 2):
