@@ -2,11 +2,12 @@
 
 Each direction is one kernel that reads every source row once. The backward kernel needs Δ = <dO, mix> before it meets
 the first source. The mix in the storage dtype alone would make Δ the largest error of the gradients, so the forward
-pass of a differentiated call also keeps what rounding took from it, in eight bits a feature (`rest`).
+pass of a differentiated call also keeps what rounding took from it, in 16 bits a feature (`rest`).
 """
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from mhar_kernels.triton_launch import Signature
 NAME = "triton"
 MAX_DIM = 16_384  # a row is held in the registers of one program
 _MULTIPROCESSORS = 132  # of an H100 or H200, where the device cannot be asked
+Launcher = Callable[..., list[jax.Array]]
 _MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23}
 
 
@@ -28,7 +30,7 @@ class Statistics(NamedTuple):
 
     lse: jax.Array  # [T, H] float32
     lse_low: jax.Array | None  # [T, H] float32, with float32 storage
-    rest: jax.Array | None  # [T, D] int8, if the call is differentiated
+    rest: jax.Array | None  # [T, D] int16, if the call is differentiated
 
 
 class Tile(NamedTuple):
@@ -90,9 +92,10 @@ def backward(
         weighted=weighted,
     )
     result = _batchable_backward(call, 1)(_with_groups(arrays), operands)
-    d_query, d_null, d_gate = (None if x is None else x[0] for x in map(result.get, ("d_query", "d_null", "d_gate")))
+    d_query, d_null = result["d_query"][0], None
     if arrays.null_source is not None:
-        d_query, d_null = _finish_null(call, arrays, d_query, d_null, result["d_null_logit"][0])
+        d_query, d_null = _finish_null(call, arrays, d_query, result["d_null"][0], result["d_null_logit"][0])
+    d_gate = result["d_gate"][0] if call.has_gate else None
     residual = d_out if call.has_residual else None
     return RouteGrads(result["d_sources"], d_query, d_null, residual, d_gate)
 
@@ -112,25 +115,29 @@ def _finish_null(call, arrays, d_query, d_null, d_logit):
 
 def _with_groups(arrays: RouteArrays) -> RouteArrays:
     """Parameters with a leading axis of one group; `_batched` makes more."""
-    grouped = {k: None if x is None else x[None] for k, x in arrays._asdict().items() if k in _GROUPED}
-    return arrays._replace(**grouped)
+    lead = lambda x: None if x is None else x[None]
+    return arrays._replace(
+        query=arrays.query[None],
+        query_low=lead(arrays.query_low),
+        null_source=lead(arrays.null_source),
+        gate=lead(arrays.gate),
+    )
 
 
 # Batching. A batch of calls is one call over more tokens, in G groups with parameters of their own, [G, D]. jax-triton
 # has no batching rule; these give one by growing G.
 
-_GROUPED = ("query", "query_low", "null_source", "gate", "d_query", "d_null", "d_null_logit", "d_gate")
 _DEPTH_FIRST = ("logits", "logits_low", "d_weights")  # [N, T, H]; stacked sources are [N, T, D]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _batchable_forward(call: RouteCall, groups: int):
-    return _batchable(call, groups, _launch_forward, _batchable_forward)
+    return _batchable(call, groups, launch_forward, _batchable_forward)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _batchable_backward(call: RouteCall, groups: int):
-    return _batchable(call, groups, _launch_backward, _batchable_backward)
+    return _batchable(call, groups, launch_backward, _batchable_backward)
 
 
 def _batchable(call: RouteCall, groups: int, launch, again):
@@ -178,7 +185,10 @@ def _split(call: RouteCall, size: int, name: str, x):
 # Launching.
 
 
-def _launch_forward(call: RouteCall, groups: int, arrays: RouteArrays) -> dict[str, Any]:
+def launch_forward(
+    call: RouteCall, groups: int, arrays: RouteArrays, *, launch: Launcher = triton_launch.launch
+) -> dict[str, Any]:
+    """The forward kernel's named results over `groups` times the call's tokens."""
     total = groups * call.tokens
     pointers, separate, sources = _source_operands(call, arrays.sources)
     inputs: dict[str, Any] = dict(
@@ -199,17 +209,25 @@ def _launch_forward(call: RouteCall, groups: int, arrays: RouteArrays) -> dict[s
     outputs: dict[str, Any] = dict(
         out=row,
         mix=row if saving and call.additive else None,
-        rest=jax.ShapeDtypeStruct((total, call.dim), jnp.int8) if saving else None,
+        rest=jax.ShapeDtypeStruct((total, call.dim), jnp.int16) if saving else None,
         lse=head,
         lse_low=head if wide else None,
         logits=rows if call.return_weights else None,
         logits_low=rows if call.return_weights and wide else None,
         table=_table(groups, programs, pointers) if separate else None,
     )
-    return _launch("forward", call, groups, pointers, inputs, outputs)
+    return _launch("forward", call, groups, pointers, inputs, outputs, launch)
 
 
-def _launch_backward(call: RouteCall, groups: int, arrays: RouteArrays, operands: dict[str, Any]) -> dict[str, Any]:
+def launch_backward(
+    call: RouteCall,
+    groups: int,
+    arrays: RouteArrays,
+    operands: dict[str, Any],
+    *,
+    launch: Launcher = triton_launch.launch,
+) -> dict[str, Any]:
+    """The backward kernel's named results, its partial sums over tokens added up."""
     total = groups * call.tokens
     pointers, separate, sources = _source_operands(call, arrays.sources)
     inputs = dict(
@@ -238,7 +256,7 @@ def _launch_backward(call: RouteCall, groups: int, arrays: RouteArrays, operands
         d_gate=_float32(groups, programs) if gate else None,
         table=_table(groups, programs, 2 * pointers) if separate else None,
     )
-    result = _launch("backward", call, groups, pointers, inputs, outputs)
+    result = _launch("backward", call, groups, pointers, inputs, outputs, launch)
     for name in ("d_query", "d_null", "d_null_logit", "d_gate"):  # second stage of the sums over tokens
         if name in result:
             result[name] = jnp.sum(result[name], axis=1)
@@ -247,12 +265,18 @@ def _launch_backward(call: RouteCall, groups: int, arrays: RouteArrays, operands
 
 
 def _launch(
-    direction: str, call: RouteCall, groups: int, pointers: int, inputs: dict[str, Any], outputs: dict[str, Any]
+    direction: str,
+    call: RouteCall,
+    groups: int,
+    pointers: int,
+    inputs: dict[str, Any],
+    outputs: dict[str, Any],
+    launch: Launcher,
 ) -> dict[str, Any]:
     inputs = {k: v for k, v in inputs.items() if v is not None}
     outputs = {k: v for k, v in outputs.items() if v is not None}
     chosen = tile(call, direction)
-    results = triton_launch.launch(
+    results = launch(
         Signature(direction, pointers, tuple(inputs), tuple(outputs)),
         [a for v in inputs.values() for a in (v if isinstance(v, list) else [v])],
         [s for v in outputs.values() for s in (v if isinstance(v, list) else [v])],
@@ -365,8 +389,8 @@ def heuristic(call: RouteCall, direction: str) -> Tile:
     width = max(w for w in widths if waste(w) <= max(0.1, min(map(waste, widths))))
     short = heads * head_dim <= 640 * warps
     if direction == "forward":
-        return Tile(sources=4 if short else 2, width=width, warps=warps, ahead=1, stages=3, programs=64)
-    return Tile(sources=2 if short else 1, width=width, warps=warps, ahead=1, stages=3, programs=max(1, 16 // warps))
+        return Tile(2 if short else 1, width, warps, ahead=1, stages=4, programs=max(1, 64 // warps))
+    return Tile(2 if short else 1, width, warps, ahead=1, stages=3, programs=max(1, 16 // warps))
 
 
 def _power_of_two(n: int) -> int:

@@ -6,6 +6,7 @@ interpreter asks for tensor-like arguments; `_Tensor` is the little of that inte
 """
 
 import functools
+import math
 import threading
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ _TYPES = {
     "float32": tl.float32,
     "bfloat16": tl.bfloat16,
     "float16": tl.float16,
-    "int8": tl.int8,
+    "int16": tl.int16,
     "uint32": tl.uint32,
 }
 
@@ -43,7 +44,7 @@ _convert = interpreter._convert_float
 
 
 def _round_to_nearest(values, source, target, mode):
-    """To and from bfloat16 (16-bit integers to NumPy): the GPU rounds to nearest even, Triton's interpreter cuts off."""
+    """To and from bfloat16 (16-bit integers to NumPy): GPUs round to nearest, this interpreter cuts off."""
     if source == tl.float32 and target == tl.bfloat16:
         return values.astype(ml_dtypes.bfloat16).view(np.uint16)
     if source == tl.bfloat16 and target == tl.float32:
@@ -67,7 +68,7 @@ def call(
     arrays = [x for x in operands if not isinstance(x, int)]
 
     def run(*values: jax.Array) -> list[np.ndarray]:
-        given = iter([np.array(v, copy=True) for v in values])  # owned and contiguous
+        given = iter([_aligned(v.shape, v.dtype, v) for v in map(np.asarray, values)])
         inputs = [numbers[i] if i in numbers else next(given) for i in range(len(operands))]
         results = [_poisoned(o) for o in outputs]
         _run(signature, [*inputs, *results], constants, grid)
@@ -79,8 +80,17 @@ def call(
 
 def _poisoned(like: jax.ShapeDtypeStruct) -> np.ndarray:
     """An output array full of values that show if the kernel leaves one unwritten."""
-    dtype = np.dtype(like.dtype)
-    return np.full(like.shape, 77 if dtype.kind in "iu" else np.nan, dtype)
+    return _aligned(like.shape, like.dtype, 77 if np.dtype(like.dtype).kind in "iu" else np.nan)
+
+
+def _aligned(shape: tuple[int, ...], dtype, fill) -> np.ndarray:
+    """An array at a multiple of 16 bytes, as on a GPU."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    memory = np.empty(size + 16, np.uint8)
+    start = -memory.ctypes.data % 16
+    array = memory[start : start + size].view(dtype).reshape(shape)
+    array[...] = fill
+    return array
 
 
 def _run(
@@ -95,7 +105,7 @@ def _run(
         interpreter.GridExecutor(function, names, grid)(*tensors, **constants)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _rewritten(signature: "triton_launch.Signature") -> tuple[Callable[..., None], list[str]]:
     """The kernel as a plain Python function for the interpreter, and its argument names.
 
@@ -132,7 +142,7 @@ class _Language:
 class _Tensor:
     """A NumPy array that the interpreter takes for a tensor in host memory."""
 
-    def __init__(self, array: np.ndarray | None) -> None:
+    def __init__(self, array: np.ndarray) -> None:
         self.array = array
 
     @property
@@ -149,7 +159,7 @@ class _Tensor:
         return self
 
     def new_empty(self, *_, **__) -> "_Tensor":
-        return _Tensor(None)
+        return _Tensor(np.empty(0))
 
     def set_(self, storage: "_Tensor", *_) -> None:
         self.array = storage.array

@@ -4,13 +4,17 @@ One program walks the depth of one token after another and reads each source row
 K features; it is held as C tiles [HB, 1, L]: HB heads (H padded to a power of two) by L neighbouring features, with
 C * L the head width K, padded only where no power of two divides it usefully. So K = 160 is five tiles of 32: a head's
 sum over K adds its tiles inside a lane first and then crosses L / 8 lanes. SB sources are read together as tiles
-[HB, SB, L]: their sums share one reduction, and the online softmax rescales once for all of them. Sources are the middle
-axis because Triton spreads lanes over the last axis, then the first, and one lane should hold all SB of them. Every
-tensor keeps these three axes, so none changes its layout.
+[HB, SB, L]: their sums share one reduction, and the online softmax rescales once for all of them. Sources are the
+middle axis because Triton spreads lanes over the last axis, then the first, and one lane should hold all SB of them.
+Every tensor keeps these three axes, so none changes its layout.
 
 Arithmetic (WIDE) is float32 for 16-bit storage and float64 for float32 storage, where rounding a large logit to float32
 would be the largest error of the op. Sums over tokens are float32.
 """
+
+# Triton compiles a subset of Python: no starred tuples, and a tuple grows by assignment.
+# ruff: noqa: RUF005, B007
+# mypy: disable-error-code="assignment,var-annotated"
 
 import triton
 import triton.language as tl
@@ -61,28 +65,28 @@ def _store_row(pointer, tiles, H: tl.constexpr, K: tl.constexpr, HB: tl.constexp
 
 
 @triton.jit
-def _row_pointers(first, table, n, valid, stride, offset, ALIGN: tl.constexpr):
+def _row_pointers(first, table, n, valid, stride, offset, ITEMSIZE: tl.constexpr):
     """Where row n of a token starts: in one array [N, T, D], or in array n of many, by its distance from the first.
 
-    Distances are counted in elements from one pointer argument, and are multiples of 16 bytes, so that the compiler
-    keeps what it knows of that pointer and loads 16 bytes a lane.
+    The multiplication by a constant shows the compiler that distances keep the alignment of the pointer argument, so
+    that it moves 16 bytes a lane. (A hint on the loaded value would be lost where the load is pipelined.)
     """
     if table is None:
         return first + (n * stride + offset)
     else:
-        return first + (tl.multiple_of(tl.load(table + n, mask=valid, other=0), ALIGN) + offset)
+        return first + (tl.load(table + n, mask=valid, other=0) * (16 // ITEMSIZE) + offset)
 
 
 @triton.jit
-def _write_table(table, arrays, NB: tl.constexpr, ITEMSIZE: tl.constexpr):
-    """Distances of the arrays from the first, in elements, in this program's own row of the table."""
+def _write_table(table, arrays, NB: tl.constexpr):
+    """Distances of the arrays from the first, in units of 16 bytes, in this program's own row of the table."""
     SIZE: tl.constexpr = triton.next_power_of_2(NB)
     index = tl.arange(0, SIZE)
     start = arrays[0].to(tl.int64)
     address = tl.zeros((SIZE,), tl.int64) + start
     for i in tl.static_range(1, NB):
         address = tl.where(index == i, arrays[i].to(tl.int64), address)
-    tl.store(table + index, (address - start) // ITEMSIZE, mask=index < NB)
+    tl.store(table + index, (address - start) // 16, mask=index < NB)
 
 
 @triton.jit
@@ -108,10 +112,10 @@ def _load_rows(
     HB: tl.constexpr,
     L: tl.constexpr,
     C: tl.constexpr,
-    ALIGN: tl.constexpr,
+    ITEMSIZE: tl.constexpr,
 ):
     """Rows n as C tiles [HB, SB, L] in the storage dtype; rows that do not exist are zero and cost no traffic."""
-    pointers = _row_pointers(first, table, n, n < num_sources, stride, offset, ALIGN)
+    pointers = _row_pointers(first, table, n, n < num_sources, stride, offset, ITEMSIZE)
     tiles = ()
     for c in tl.static_range(C):
         at = pointers[None, :, None] + _tile_offsets(c, K, HB, L)
@@ -171,10 +175,10 @@ def _row_logit(
 
 @triton.jit
 def _rest_unit(rounded, MANTISSA: tl.constexpr):
-    """1/256 of the spacing of a 16-bit dtype with that many mantissa bits, at these rounded values."""
+    """2**-16 of the spacing of a 16-bit dtype with that many mantissa bits, at these rounded values."""
     power = (rounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     least: tl.constexpr = 2.0**-24 if MANTISSA == 10 else 2.0**-110  # float16 is evenly spaced below 2**-14
-    return tl.maximum(power * (2.0**-MANTISSA), least) * (1.0 / 256)
+    return tl.maximum(power * (2.0**-MANTISSA), least) * 2.0**-16
 
 
 @triton.jit
@@ -188,7 +192,7 @@ def forward_body(
     gate,  # float32 [G], or None
     out,
     mix,  # [T, D]: the mix itself, or None
-    rest,  # int8 [T, D]: what rounding took from the mix, or None
+    rest,  # int16 [T, D]: what rounding took from the mix, or None
     lse,  # float32 [T, H]
     lse_low,  # float32 [T, H], or None
     logits,  # float32 [N(+1), T, H], or None
@@ -211,7 +215,6 @@ def forward_body(
 ):
     """Programs (p, g) take tokens p, p + P, ... of group g."""
     WIDE: tl.constexpr = tl.float64 if ITEMSIZE == 4 else tl.float32
-    ALIGN: tl.constexpr = 16 // ITEMSIZE
     BEFORE: tl.constexpr = 0 if null_source is None else 1
     first = sources[0]
     group = tl.program_id(1) + tl.full((), 0, tl.int64)
@@ -219,7 +222,7 @@ def forward_body(
     program = group * tl.num_programs(0) + tl.program_id(0)
     if table is not None:
         table += program * NB
-        _write_table(table, sources, NB, ITEMSIZE)
+        _write_table(table, sources, NB)
         tl.debug_barrier()
     heads = tl.arange(0, HB)[:, None, None]
     q = _load_query(query + group * D, query_low if query_low is None else query_low + group * D, H, K, HB, L, C, WIDE)
@@ -245,14 +248,14 @@ def forward_body(
 
         n = tl.arange(0, SB)
         if AHEAD:
-            rows = _load_rows(first, table, n, num_sources, all_tokens * D, offset, H, K, HB, L, C, ALIGN)
+            rows = _load_rows(first, table, n, num_sources, all_tokens * D, offset, H, K, HB, L, C, ITEMSIZE)
         for n0 in tl.range(0, num_sources, SB, num_stages=STAGES):
             n = n0 + tl.arange(0, SB)
             exists = (n < num_sources)[None, :, None]
             if AHEAD:
-                ahead = _load_rows(first, table, n + SB, num_sources, all_tokens * D, offset, H, K, HB, L, C, ALIGN)
+                ahead = _load_rows(first, table, n + SB, num_sources, all_tokens * D, offset, H, K, HB, L, C, ITEMSIZE)
             else:
-                rows = _load_rows(first, table, n, num_sources, all_tokens * D, offset, H, K, HB, L, C, ALIGN)
+                rows = _load_rows(first, table, n, num_sources, all_tokens * D, offset, H, K, HB, L, C, ITEMSIZE)
             squares = tl.zeros((HB, SB, L), WIDE)
             scores = tl.zeros((HB, SB, L), WIDE)
             for c in tl.static_range(C):
@@ -293,7 +296,7 @@ def forward_body(
             for c in tl.static_range(C):
                 rounded = mixed[c].to(out.dtype.element_ty).to(tl.float32)
                 steps = tl.floor((mixed[c] - rounded) / _rest_unit(rounded, MANTISSA) + 0.5)
-                lost = lost + (tl.minimum(tl.maximum(steps, -128.0), 127.0),)
+                lost = lost + (tl.minimum(tl.maximum(steps, -32768.0), 32767.0),)
             _store_row(rest + offset, lost, H, K, HB, L, C)
         if mix is not None:
             _store_row(mix + offset, mixed, H, K, HB, L, C)
@@ -323,7 +326,7 @@ def backward_body(
     gate,  # float32 [G], or None
     d_out,  # [T, D]
     mix,  # [T, D]
-    rest,  # int8 [T, D]
+    rest,  # int16 [T, D]
     lse,  # float32 [T, H]
     lse_low,  # float32 [T, H], or None
     d_weights,  # float32 [N(+1), T, H], or None
@@ -350,7 +353,6 @@ def backward_body(
 ):
     """Programs (p, g) take tokens p, p + P, ... of group g, and keep the sums over their tokens in registers."""
     WIDE: tl.constexpr = tl.float64 if ITEMSIZE == 4 else tl.float32
-    ALIGN: tl.constexpr = 16 // ITEMSIZE
     BEFORE: tl.constexpr = 0 if null_source is None else 1
     first = sources[0]
     d_first = d_sources[0]
@@ -361,8 +363,8 @@ def backward_body(
     if table is not None:
         table += program * (2 * NB)
         d_table = table + NB
-        _write_table(table, sources, NB, ITEMSIZE)
-        _write_table(d_table, d_sources, NB, ITEMSIZE)
+        _write_table(table, sources, NB)
+        _write_table(d_table, d_sources, NB)
         tl.debug_barrier()
     heads = tl.arange(0, HB)[:, None, None]
     q = _load_query(query + group * D, query_low if query_low is None else query_low + group * D, H, K, HB, L, C, WIDE)
@@ -421,14 +423,14 @@ def backward_body(
 
         n = tl.arange(0, SB)
         if AHEAD:
-            rows = _load_rows(first, table, n, num_sources, all_tokens * D, offset, H, K, HB, L, C, ALIGN)
+            rows = _load_rows(first, table, n, num_sources, all_tokens * D, offset, H, K, HB, L, C, ITEMSIZE)
         for n0 in tl.range(0, num_sources, SB, num_stages=STAGES):
             n = n0 + tl.arange(0, SB)
             exists = (n < num_sources)[None, :, None]
             if AHEAD:
-                ahead = _load_rows(first, table, n + SB, num_sources, all_tokens * D, offset, H, K, HB, L, C, ALIGN)
+                ahead = _load_rows(first, table, n + SB, num_sources, all_tokens * D, offset, H, K, HB, L, C, ITEMSIZE)
             else:
-                rows = _load_rows(first, table, n, num_sources, all_tokens * D, offset, H, K, HB, L, C, ALIGN)
+                rows = _load_rows(first, table, n, num_sources, all_tokens * D, offset, H, K, HB, L, C, ITEMSIZE)
             squares = tl.zeros((HB, SB, L), WIDE)
             scores = tl.zeros((HB, SB, L), WIDE)
             products = tl.zeros((HB, SB, L), WIDE)
@@ -448,7 +450,7 @@ def backward_body(
             dlogit = a * (dw - delta)
             key = dlogit * r
             radial = tl.sum(dlogit * logit, axis=0, keep_dims=True) * r * r / D
-            targets = _row_pointers(d_first, d_table, n, n < num_sources, all_tokens * D, offset, ALIGN)
+            targets = _row_pointers(d_first, d_table, n, n < num_sources, all_tokens * D, offset, ITEMSIZE)
             new = ()
             for c in tl.static_range(C):
                 s = rows[c].to(WIDE)

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from mhar_kernels import triton_kernels, varying
 
 POINTER_COUNTS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 80, 96, 128, 192)
-CONSTANTS = tuple("NB D H K HB L C SB ITEMSIZE MANTISSA EPS STAGES AHEAD".split())
+CONSTANTS = ("NB", "D", "H", "K", "HB", "L", "C", "SB", "ITEMSIZE", "MANTISSA", "EPS", "STAGES", "AHEAD")
 DEFAULT_CAPABILITY = 90  # lowered ahead of time with no GPU in sight: Hopper
 _BODIES = {"forward": triton_kernels.forward_body, "backward": triton_kernels.backward_body}
 
@@ -68,7 +68,7 @@ def pointer_count(n: int) -> int | None:
     return next((c for c in POINTER_COUNTS if c >= n), None)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def kernel(signature: Signature) -> JITFunction:
     """The kernel with that argument list."""
     source = signature.source()
@@ -112,7 +112,7 @@ def launch(
     return varying.over(varying.axes([a for a in inputs if not isinstance(a, int)]), results)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def gpu() -> jax.Device | None:
     """The first GPU of this process, if JAX sees one."""
     try:

@@ -1,8 +1,8 @@
 """Tile sizes of the kernels: explicit argument, else tuned table, else heuristic.
 
 The tables are JSON files under `tuned/`, one per backend, written by `python -m mhar_kernels.tune` on the chip itself.
-An entry belongs to one device kind and one key (direction, D, H, dtype, and buckets of N and of the token count). Looking
-an entry up is all that happens when a call is traced: nothing is timed there.
+An entry belongs to one device kind and one key: direction, D, H, dtype, and buckets of N and of the token count, either
+of which may be "any". Looking an entry up is all that happens when a call is traced: nothing is timed there.
 """
 
 import functools
@@ -39,8 +39,17 @@ def choose(
     unknown = sorted(set(explicit or {}) - set(heuristic))
     if unknown:
         raise ValueError(f"tile may only name {', '.join(heuristic)} for {backend}, got {', '.join(unknown)}")
-    tuned = {} if device_kind is None else table(backend).get(device_kind, {}).get(spell(key), {})
+    tuned = {} if device_kind is None else _entry(table(backend).get(device_kind, {}), key)
     return {**heuristic, **{k: v for k, v in tuned.items() if k in heuristic}, **(explicit or {})}
+
+
+def _entry(entries: Mapping[str, dict[str, int]], key: Key) -> dict[str, int]:
+    """The most specific entry of the key."""
+    for general in ((), ("sources",), ("tokens",), ("sources", "tokens")):
+        found = entries.get(spell({**key, **dict.fromkeys(general, "any")}))
+        if found is not None:
+            return found
+    return {}
 
 
 def bucketed(
@@ -62,7 +71,7 @@ def spell(key: Key) -> str:
     return " ".join(f"{k}={v}" for k, v in key.items())
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def table(backend: str) -> dict[str, dict[str, dict[str, int]]]:
     """The tuned table of a backend: device kind -> key -> tile; empty if none is shipped."""
     path = TABLES / f"{backend}.json"
