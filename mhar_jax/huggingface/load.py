@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,20 @@ from mhar_jax.huggingface.config import model_config
 from mhar_jax.huggingface.keys import Key, key_table
 from mhar_jax.huggingface.tensors import TensorFiles
 from mhar_jax.models import Decoder, build_model
+
+
+class Tensors(Protocol):
+    """Named tensors of a checkpoint, read one at a time."""
+
+    @property
+    def names(self) -> set[str]:
+        """All tensor names."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor."""
 
 
 def load_huggingface(path: str | Path, **model_overrides: Any) -> tuple[Decoder, ModelConfig]:
@@ -38,10 +52,17 @@ def load_huggingface(path: str | Path, **model_overrides: Any) -> tuple[Decoder,
     except ValueError as error:
         raise UserError(f"{config_path} is not JSON: {error}") from error
     config = model_config(described, **model_overrides)
-    files = TensorFiles(directory)
-    table = key_table(config)
-    check_tensors(files, table, directory)
+    return read_model(TensorFiles(directory), config, directory), config
 
+
+def read_model(files: Tensors, config: ModelConfig, where: Path) -> Decoder:
+    """The model of `config` with the tensors of `files`, which have Hugging Face names and layout.
+
+    Raises:
+      UserError: unknown, missing and mis-shaped tensors are named; `where` says of what.
+    """
+    table = key_table(config)
+    check_tensors(files, table, where)
     graph, abstract = nnx.split(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
     keys: dict[tuple, list[Key]] = {}
     for key in table:
@@ -53,10 +74,10 @@ def load_huggingface(path: str | Path, **model_overrides: Any) -> tuple[Decoder,
             value[... if key.row is None else key.row] = key.ours(files.read(key.name))
         filled.append((parameter_path, variable.replace(jnp.asarray(value))))
     assert not keys, f"tensors without a parameter: {sorted(map(str, keys))}"
-    return nnx.merge(graph, nnx.from_flat_state(filled)), config
+    return nnx.merge(graph, nnx.from_flat_state(filled))
 
 
-def check_tensors(files: TensorFiles, table: list[Key], directory: Path) -> None:
+def check_tensors(files: Tensors, table: list[Key], directory: Path) -> None:
     """Every tensor of the table is there, in its shape, and there is no other.
 
     Raises:

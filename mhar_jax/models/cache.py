@@ -65,8 +65,8 @@ class CachedAttention:
             out = attention(q, k, v, causal=True, implementation=config.attention_implementation)
         else:
             visible = jnp.arange(self._old.slots) <= self.positions[:, None, :, None]
-            by_slot = (jnp.swapaxes(x, 1, 2) for x in (keys, values))
-            out = jax.nn.dot_product_attention(q, *by_slot, mask=visible, implementation="xla")
+            keys, values = jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2)
+            out = jax.nn.dot_product_attention(q, keys, values, mask=visible, implementation="xla")
         out = out.reshape(*out.shape[:2], -1) @ p["w_o"].astype(h.dtype)
         return constrain(out, "batch", None, None)
 

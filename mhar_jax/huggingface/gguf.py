@@ -1,0 +1,137 @@
+"""A GGUF file (llama.cpp) of Llama architecture as a model of ours, through the `gguf` package."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mhar_jax.config.schema import ModelConfig
+from mhar_jax.errors import UserError, one_line
+from mhar_jax.huggingface.load import read_model
+from mhar_jax.models import Decoder
+
+# Our Hugging Face names of a layer's tensors, and llama.cpp's.
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+class GGUFFile:
+    """The fields and tensors of one file; tensors have Hugging Face names and layout, float32."""
+
+    def __init__(self, path: str | Path):
+        """Raises UserError if the file cannot be read as GGUF."""
+        try:
+            from gguf import GGUFReader
+        except ImportError as error:
+            raise UserError("reading a GGUF file needs the gguf package: extra `hf`") from error
+        self.path = Path(path)
+        try:
+            reader = GGUFReader(self.path)
+        except Exception as error:  # the package raises many types
+            raise UserError(f"{path} cannot be read as GGUF: {one_line(error)}") from None
+        self.fields = reader.fields
+        self._tensors = {t.name: t for t in reader.tensors}
+        self._theirs = {name: self._hugging_face_name(name) for name in self._tensors}
+        self._ours = {ours: theirs for theirs, ours in self._theirs.items()}
+
+    def field(self, name: str, default: Any = None) -> Any:
+        """A field's value, or the default; UserError where it is missing and there is no default."""
+        if name in self.fields:
+            return self.fields[name].contents()
+        if default is None:
+            raise UserError(f"{self.path}: the field {name} is missing")
+        return default
+
+    @property
+    def names(self) -> set[str]:
+        """All tensor names, as Hugging Face has them; a tensor without such a name keeps its own."""
+        return set(self._ours)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        return tuple(int(n) for n in reversed(self._tensors[self._ours[name]].shape))
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor, dequantised to float32."""
+        from gguf.quants import dequantize
+
+        tensor = self._tensors[self._ours[name]]
+        value = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(self.shape(name))
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = self.field("llama.attention.head_count" if "q_proj" in name else "llama.attention.head_count_kv")
+            value = rotary_halves(value, heads)
+        return value
+
+    def _hugging_face_name(self, name: str) -> str:
+        stem, _, kind = name.rpartition(".")
+        for ours, theirs in _WHOLE.items():
+            if stem == theirs:
+                return f"{ours}.{kind}"
+        block, _, part = stem.removeprefix("blk.").partition(".")
+        for ours, theirs in _LAYER.items():
+            if part == theirs and block.isdigit():
+                return f"model.layers.{block}.{ours}.{kind}"
+        return name
+
+
+def rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Undoes llama.cpp's order of a q or k matrix [heads · head_dim, D].
+
+    There the two members of a rotated pair are neighbours, (2i, 2i + 1); here and in Hugging Face they are
+    (i, i + head_dim / 2).
+    """
+    pairs = weight.reshape(heads, -1, 2, *weight.shape[1:])
+    return np.swapaxes(pairs, 1, 2).reshape(weight.shape)
+
+
+def load_gguf(path: str | Path, **model_overrides: Any) -> tuple[Decoder, ModelConfig]:
+    """The model of a GGUF file, dequantised, and its config; `model_overrides` as in `load_huggingface`.
+
+    Raises:
+      UserError: not GGUF, not Llama architecture, or tensors that do not fit.
+    """
+    file = GGUFFile(path)
+    config = gguf_config(file, **model_overrides)
+    return read_model(file, config, file.path), config
+
+
+def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
+    """The ModelConfig that a file describes.
+
+    Raises:
+      UserError: another architecture, scaled rotary positions, or a missing field.
+    """
+    architecture = file.field("general.architecture")
+    if architecture != "llama":
+        raise UserError(f"{file.path}: the architecture must be 'llama', got {architecture!r}")
+    scaling = file.field("llama.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in file.names:
+        raise UserError(f"{file.path}: scaled rotary positions are not read from GGUF; use the Hugging Face directory")
+    heads = file.field("llama.attention.head_count")
+    width = file.field("llama.embedding_length")
+    fields = {
+        "variant": "additive",
+        "vocab_size": file.shape("model.embed_tokens.weight")[0],
+        "num_layers": file.field("llama.block_count"),
+        "d_model": width,
+        "num_heads": heads,
+        "num_kv_heads": file.field("llama.attention.head_count_kv", heads),
+        "head_dim": file.field("llama.attention.key_length", width // heads),
+        "ffn_dim": file.field("llama.feed_forward_length"),
+        "context": file.field("llama.context_length"),
+        "qk_norm": False,
+        "tie_embeddings": "lm_head.weight" not in file.names,
+        "norm_eps": round(file.field("llama.attention.layer_norm_rms_epsilon"), 12),  # stored as float32
+        "rope_theta": file.field("llama.rope.freq_base", 10000.0),
+    }
+    return ModelConfig(**(fields | model_overrides))
