@@ -85,7 +85,7 @@ def _compile(signature, types, constants, warps: int, capability: int) -> Resour
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in integers}
     kinds = {n: "i32" if n in integers else t for n, t in names.items()} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(triton_launch.kernel(signature), signature=kinds, constexprs=dict(constants), attrs=aligned)
-    options = {"num_warps": warps, "num_stages": max(2, constants["STAGES"])}
+    options = {"num_warps": warps, "num_stages": max(2, constants["STAGES"]), "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     binary = compiled.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -153,10 +153,11 @@ def test_tune_writes_a_table_that_calls_then_use(tmp_path, monkeypatch):
     """The whole program on a tiny shape; the times mean nothing here, the flow does."""
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
     monkeypatch.setattr(tune, "SAMPLES", 1)
+    monkeypatch.setattr(tune, "_ROTATED_BYTES", 1)
     monkeypatch.setattr(tune, "candidates", lambda heuristic: [heuristic | {"sources": 4}])
     tuning.table.cache_clear()
     try:
-        tune.main(["--interpret", "--widths", "8x2", "--sources", "2", "3", "--tokens", "2"])
+        tune.main(["--interpret", "--widths", "8x2", "--sources", "2", "--tokens", "1"])
         device = jax.devices()[0].device_kind
         key = tuning.bucketed("backward", dim=8, num_heads=2, sources=50, tokens=4096, dtype="bfloat16")
         chosen = tuning.choose("triton", device, key, triton_gpu.heuristic(CALL, "backward")._asdict(), None)

@@ -4,6 +4,7 @@ import re
 import sys
 import types
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +135,9 @@ def test_works_with_either_name_of_the_output_argument(monkeypatch):
         seen.update(kw, out=out_type)
         return [jnp.zeros(o.shape, o.dtype) for o in out_type]
 
-    monkeypatch.setitem(sys.modules, "jax_triton", types.SimpleNamespace(triton_call=triton_call))
+    module = types.ModuleType("jax_triton")
+    module.__spec__, module.triton_call = ModuleSpec("jax_triton", None), triton_call
+    monkeypatch.setitem(sys.modules, "jax_triton", module)
     with assume_platform("gpu"):
         depth_route(jnp.ones((3, 4, 8)), jnp.ones(8), num_heads=2, implementation="triton")
     assert seen["out"][0].shape == (4, 8)
