@@ -18,6 +18,7 @@ from mhar_jax.models.loss import LossSums, cross_entropy
 from mhar_jax.models.remat import remat_layer, remat_sublayer
 from mhar_jax.models.rotary import rotary_tables
 from mhar_jax.models.routing import Record, SiteReader
+from mhar_jax.models.score import score_chunks
 from mhar_jax.models.sites import HyperParameters, RoutingParameters, depth_rows, num_sites, num_sublayers
 from mhar_jax.models.sublayers import Layer, TokenContext, attention_sublayer, mlp_sublayer, rms_norm
 from mhar_jax.sharding import constrain
@@ -145,6 +146,19 @@ class Decoder(nnx.Module):
         else:
             count = jnp.sum(loss_weights, dtype=jnp.float32)
         return sums.total, {"nll": sums.nll, "z": sums.z, "tokens": count}
+
+    def score(self, tokens: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """How likely each target is after the tokens up to it, from the logits of a call but never holding them all.
+
+        Args:
+          tokens, targets: int32 [B, T].
+
+        Returns:
+          log p(target), float32 [B, T] in nats, and whether it is the likeliest token, bool [B, T].
+        """
+        with self._precision():
+            hidden = self._run(tokens, None, None)
+            return score_chunks(hidden, targets, self._logits, chunk=self.config.loss_chunk)
 
     def depth_weights(
         self, tokens: jax.Array, *, positions: jax.Array | None = None, segment_ids: jax.Array | None = None
