@@ -47,7 +47,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Layout:
-    """The grid of one call: (cores, groups, tiles of a core). Tiles of a core run in order, so they can be pipelined."""
+    """The grid of one call: (cores, groups, tiles of a core). Tiles of a core run in order and are pipelined."""
 
     call: RouteCall
     plan: Plan

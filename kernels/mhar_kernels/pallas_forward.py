@@ -84,9 +84,7 @@ def _kernel(layout: Layout, given: Inputs, outputs: _Outputs, scratch: _Scratch,
             known = isinstance(index, int)
             ring.wait(sources, semaphores, item, count)
             _mix_chunk(layout, given, outputs, scratch, jax.lax.rem(item, plan.slots), index, count)
-            ring.load(
-                sources, semaphores, item + plan.slots, plan.chunk_after(index, plan.slots) if known else None
-            )
+            ring.load(sources, semaphores, item + plan.slots, plan.chunk_after(index, plan.slots) if known else None)
 
         chunk(0, plan.first)
         plan.later_chunks(lambda index: chunk(index, plan.chunk))
@@ -110,9 +108,12 @@ def _mix_chunk(layout, given, outputs, scratch, slot, index, count):
 
         highs = [high for high, _ in logits]
         old_top = None if is_first else load_entries(scratch.top, rows)
-        top = [functools.reduce(jnp.maximum, of_head) for of_head in zip(*highs, *([old_top] if old_top else []))]
+        top = [
+            functools.reduce(jnp.maximum, of_head)
+            for of_head in zip(*highs, *([old_top] if old_top else []), strict=True)
+        ]
         weights = [exponentials(high, low, top) for high, low in logits]
-        total = [functools.reduce(jnp.add, of_head) for of_head in zip(*weights)]
+        total = [functools.reduce(jnp.add, of_head) for of_head in zip(*weights, strict=True)]
         rescale = None
         if old_top is not None:
             scale = exponentials(old_top, None, top)

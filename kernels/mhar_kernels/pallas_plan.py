@@ -13,7 +13,7 @@ from mhar_kernels.contract import RouteCall
 from mhar_kernels.pallas_heads import LANES, Heads
 
 NAME = "pallas_tpu"
-# Rows of a token tile; sources of a chunk; backward sweeps over a tile (2: resident, 1: with the mix from the forward pass).
+# Rows of a token tile; sources of a chunk; backward sweeps over a tile (2: resident, 1: with the forward pass's mix).
 TILE = ("rows", "chunk", "sweeps")
 MIB = 2**20
 # v4 has 16 MiB of VMEM and every chip scopes a kernel to 16 MiB by default; the rest is the compiler's own.
@@ -100,9 +100,9 @@ def backward_plan(call: RouteCall) -> Plan:
     """With all sources of a tile in VMEM (resident), or a chunk at a time.
 
     A resident tile needs nothing from the forward pass. Otherwise that writes the mix in float32 too, and the backward
-    kernel reads it. Tiles are resident where heads are wide and the smallest tile fits: narrow heads would spend more time on
-    broadcasting the kept scores than on reading two more rows; 129 sources of width 4,096 do not fit. Depends on shape and
-    tile alone, since the forward pass must know.
+    kernel reads it. Tiles are resident where heads are wide and the smallest tile fits: narrow heads would spend more
+    time on broadcasting the kept scores than on reading two more rows; 129 sources of width 4,096 do not fit. Depends
+    on shape and tile alone, since the forward pass must know.
     """
     heads = Heads(call.dim, call.num_heads)
     overrides = _overrides(call, "backward")
@@ -184,8 +184,8 @@ def _plan(
 
 
 def _chunk(call: RouteCall, heads: Heads, overrides: dict[str, int]) -> int:
-    """Equal chunks of at most 8 sources: a loop body is unrolled over them, so fewer where rows are long, and where heads
-    are narrow (or pairs are made) and each needs many registers."""
+    """Equal chunks of at most 8 sources: a loop body is unrolled over them, so fewer where rows are long, and where
+    heads are narrow (or pairs are made) and each source needs many registers."""
     if overrides["chunk"]:
         return max(1, min(overrides["chunk"], call.num_sources))
     most = max(1, min(4 if call.dtype == "float32" or heads.width < 256 else 8, _CHUNK_FEATURES // heads.padded))

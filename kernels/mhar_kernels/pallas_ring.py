@@ -51,7 +51,9 @@ class Ring:
 
         self._start(sources, item, chunk, ends)
 
-    def wait(self, sources: "SourceRefs", semaphores: Ref, item: jax.Array, count: int, *, stored: bool = False) -> None:
+    def wait(
+        self, sources: "SourceRefs", semaphores: Ref, item: jax.Array, count: int, *, stored: bool = False
+    ) -> None:
         """Waits for the `count` copies of an item. A wait needs only their size, so any source stands for them."""
         slot = jax.lax.rem(item, self.plan.slots)
         for i in range(count):

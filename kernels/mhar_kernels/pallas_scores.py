@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from mhar_kernels import twofloat
 from mhar_kernels.pallas_heads import Entries, Heads, Tile
-from mhar_kernels.twofloat import Pair
 
 
 @dataclass(frozen=True)
@@ -65,10 +64,11 @@ class Scorer:
 
         def terms(tile: int) -> list[jax.Array]:
             s = source(tile)
-            squares.append(_extract(twofloat.two_prod(s, s), cut_square))
-            product = twofloat.two_prod(s, jnp.broadcast_to(self.query(tile), s.shape))
-            product = Pair(product.high, product.low + s * self.query_low(tile))
-            return [*_extract(product, cut), *(s * other(tile) for other in others)]
+            s_high, s_low = _halves(s)
+            q_high, q_low = _halves(self.query(tile))
+            squares.append(_extract(s_high * s_high, 2.0 * (s_high * s_low) + s_low * s_low, cut_square))
+            rest = s_high * q_low + s_low * q_high + (s_low * q_low + s * self.query_low(tile))
+            return [*_extract(s_high * q_high, rest, cut), *(s * other(tile) for other in others)]
 
         upper, lower, *products = heads.sums(terms, self.membership)
         square = twofloat.two_sum(_row_sum([u for u, _ in squares]), _row_sum([x for _, x in squares]))
@@ -115,6 +115,15 @@ def _power_of_two_above(x: jax.Array) -> jax.Array:
     return 2.0 * jax.lax.bitcast_convert_type(exponent, jnp.float32)
 
 
-def _extract(term: Pair, cut: jax.Array) -> tuple[jax.Array, jax.Array]:
-    upper = (term.high + cut) - cut
-    return upper, (term.high - upper) + term.low
+def _halves(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x as a sum of two numbers of 12 bits, whose products are exact."""
+    high = jax.lax.bitcast_convert_type(
+        jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFFF000), jnp.float32
+    )
+    return high, x - high
+
+
+def _extract(product: jax.Array, rest: jax.Array, cut: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """product + rest cut in two. `product` is exact, for the reason that `twofloat.two_prod` gives."""
+    upper = (product + cut) - cut
+    return upper, (product - upper) + rest

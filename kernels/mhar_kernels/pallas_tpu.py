@@ -31,7 +31,7 @@ def unsupported(call: RouteCall) -> str | None:
         if call.platform != "tpu":
             return (
                 f"it is compiled for TPU and this call runs on {call.platform}; interpret=True runs it anywhere, slowly, "
-                "and implementation='xla' runs everywhere"
+                "implementation='xla' runs everywhere"
             )
         if call.dtype == "float16":
             return "the TPU compiler has no float16 arithmetic; use bfloat16, or implementation='xla'"
@@ -174,7 +174,7 @@ def _layout(call: RouteCall, plan: Plan, inputs: Inputs, num_tiles: int) -> Layo
 
 
 def _last_tokens(inputs: Inputs, start: int, count: int, rows: int) -> Inputs:
-    """`count` tokens from `start`, and padding up to `rows` whose gradients are zero, with nothing infinite on the way."""
+    """`count` tokens from `start`, and padding up to `rows` with zero gradients and nothing infinite on the way."""
 
     def padded(x: jax.Array | None, fill: float) -> Any:
         if x is None:
@@ -204,7 +204,9 @@ def _inputs(call: RouteCall, arrays: RouteArrays, **by_token: jax.Array | None) 
     null = None
     if arrays.null_source is not None:
         null = wide(arrays.null_source[None]), jnp.stack(_null_logit(call, arrays)[0])[None]
-    rows = {k: wide(x) if x.shape[-1] == call.dim and k in _WIDE else x[None] for k, x in by_token.items() if x is not None}
+    rows = {
+        k: wide(x) if x.shape[-1] == call.dim and k in _WIDE else x[None] for k, x in by_token.items() if x is not None
+    }
     return Inputs(
         query=wide(jnp.stack(query)),
         sources=(wide(arrays.sources),) if call.stacked else tuple(wide(s) for s in arrays.sources),

@@ -37,10 +37,15 @@ def _split(a: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def two_prod(a: jax.Array, b: jax.Array) -> Pair:
-    """a * b exactly, short of underflow."""
-    p = a * b
+    """a * b exactly, short of underflow.
+
+    No rounded product is ever added to anything: XLA computes a value anew in each fusion that uses it and may fuse a
+    product with the addition there, so `high` could differ between the fusion that makes `high` and the one that makes
+    `low` from it. Products of halves are exact, fused or not.
+    """
     a1, a0 = _split(a)
     b1, b0 = _split(b)
+    p = a1 * b1 + (a1 * b0 + a0 * b1 + a0 * b0)
     return Pair(p, ((a1 * b1 - p) + a1 * b0 + a0 * b1) + a0 * b0)
 
 
