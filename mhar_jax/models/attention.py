@@ -1,5 +1,7 @@
 """Causal self-attention through maintained kernels: cuDNN on GPU, splash attention on TPU, XLA everywhere."""
 
+import functools
+import logging
 import math
 from collections.abc import Callable
 
@@ -39,8 +41,13 @@ def attention(
       UnsupportedInputError: the named implementation cannot run this here.
     """
     if implementation is None:
-        best = {"gpu": "cudnn", "tpu": "tpu_flash"}.get(current_platform(), "xla")
-        implementation = best if _UNSUPPORTED[best](q, k, segment_ids) is None else "xla"
+        platform = current_platform()
+        implementation = {"gpu": "cudnn", "tpu": "tpu_flash"}.get(platform, "xla")
+        if (reason := _UNSUPPORTED[implementation](q, k, segment_ids)) is not None:
+            _log_once(f"attention: using xla on {platform}, since {implementation} cannot run: {reason}")
+            implementation = "xla"
+        else:
+            _log_once(f"attention: using {implementation}, the best implementation for {platform}")
     elif implementation not in _IMPLEMENTATIONS:
         raise ValueError(
             f"attention implementation must be None or one of {', '.join(_IMPLEMENTATIONS)}, got {implementation!r}"
@@ -48,6 +55,11 @@ def attention(
     elif (reason := _UNSUPPORTED[implementation](q, k, segment_ids)) is not None:
         raise UnsupportedInputError(f"{implementation} attention cannot run this call: {reason}")
     return _IMPLEMENTATIONS[implementation](q, k, v, causal, segment_ids)
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logging.getLogger("mhar_jax").info(message)
 
 
 def _segment_mask(segment_ids: jax.Array | None) -> jax.Array | None:

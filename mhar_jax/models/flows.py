@@ -61,7 +61,9 @@ class Additive:
 
 
 class HyperConnections:
-    """n parallel streams with learned static connections (arXiv 2409.19606, equations 2 to 5).
+    """n parallel streams with learned static connections (arXiv 2409.19606, section 2).
+
+    A sublayer reads A_mᵀ·H of the streams H [n, D]; they become Bᵀ·y + A_rᵀ·H.
 
     The final norm reads the streams' mean where the paper reads their sum: RMSNorm does not see the factor n except
     through eps, and with the mean the model equals the additive one at the start.

@@ -1,15 +1,21 @@
 """The one place where a model computes a depth softmax, and where it counts that it did."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.models.sites import Site, heads_of_site, num_sites, source_labels
 from mhar_kernels import depth_route
+from mhar_kernels.target import current_platform
 
+BATCH_AXES = ("data", "fsdp")  # mesh axes that split tokens
+KERNELS = ("pallas_tpu", "triton")  # implementations that the partitioner cannot see into
 Record = Callable[[int, jax.Array], None]  # (site index, weights [sources, B, T, H] float32)
 
 
@@ -56,6 +62,14 @@ class SiteReader:
         assert sorted(self.seen) == expected, f"routing sites read: {self.seen}, expected each of {expected} once"
 
 
+def kernels_need_shards(implementation: str | None) -> bool:
+    """Whether `depth_route` may be a kernel on arrays that a mesh in scope splits over devices."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1 or any(t == AxisType.Manual for t in mesh.axis_types):
+        return False
+    return implementation in KERNELS or (implementation is None and current_platform() != "cpu")
+
+
 def route_under_mesh(
     sources: Sequence[jax.Array],
     row: Site,
@@ -66,21 +80,32 @@ def route_under_mesh(
     implementation: str | None,
     return_weights: bool,
 ):
-    """`depth_route` on sharded arrays.
+    """`depth_route` on arrays [B, T, D] whose batch a mesh may split.
 
     The jnp implementations are partitioned by the compiler: tokens are independent and need no communication. A kernel
-    is opaque to it, and under a mesh of several devices belongs inside `jax.shard_map` over the token axes: here.
+    is opaque to it, so each device routes its own rows; gradients of the site's parameters are summed over devices.
     """
-    call = functools.partial(
-        depth_route,
-        list(sources),
-        row.query,
-        num_heads=num_heads,
-        norm_scale=row.norm_scale,
-        eps=eps,
-        residual=residual,
-        gate=row.gate,
-        null_source=row.null_source,
-        implementation=implementation,
-    )
-    return call(return_weights=True) if return_weights else call()
+
+    def route(sources, row, residual):
+        call = functools.partial(
+            depth_route,
+            list(sources),
+            row.query,
+            num_heads=num_heads,
+            norm_scale=row.norm_scale,
+            eps=eps,
+            residual=residual,
+            gate=row.gate,
+            null_source=row.null_source,
+            implementation=implementation,
+        )
+        return call(return_weights=True) if return_weights else call()
+
+    if not kernels_need_shards(implementation):
+        return route(sources, row, residual)
+    mesh = jax.sharding.get_abstract_mesh()
+    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    tokens = P(BATCH_AXES if sources[0].shape[0] % ways == 0 else None)
+    out = (tokens, P(None, *tokens)) if return_weights else tokens
+    sharded = jax.shard_map(route, in_specs=(tokens, P(), tokens), out_specs=out, check_vma=False)
+    return sharded(list(sources), row, residual)

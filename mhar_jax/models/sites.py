@@ -114,7 +114,8 @@ class HyperParameters(Parameters):
     """Static hyper-connections (arXiv 2409.19606, section 2): how each sublayer meets the n streams.
 
     read [2L, n] is A_m, carry [2L, n, n] is A_r (row: from, column: to), write [2L, n] is B. They start as the paper's
-    equation 14: sublayer k reads stream k mod n, every stream is carried unchanged, and every stream gets the output.
+    equivalent of a pre-norm residual: sublayer k reads stream k mod n, every stream is carried unchanged, and every
+    stream gets the output.
     """
 
     def __init__(self, config: ModelConfig, init: Initializer):
@@ -130,8 +131,6 @@ def depth_rows(config: ModelConfig, arrays: Arrays) -> list[Any]:
 
     `unstack` is one operation whose transpose is one stack: indexing would add up a full-size gradient a site.
     """
-    import jax
-
     rows = {name: list(jax.lax.unstack(value)) for name, value in arrays.items()}
     if config.variant == "additive":
         return [None] * (num_sublayers(config) + 1)

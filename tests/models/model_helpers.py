@@ -38,6 +38,11 @@ def tiny(variant: str, **changes) -> ModelConfig:
     return ModelConfig(**(fields | changes))
 
 
+def shallow(variant: str, **changes) -> ModelConfig:
+    """`tiny` with two layers where blocks do not need a third."""
+    return tiny(variant, **({"num_layers": 3 if "block" in variant else 2} | changes))
+
+
 def build(config: ModelConfig, seed: int = 0) -> Decoder:
     """A fresh model."""
     return build_model(config, rngs=nnx.Rngs(seed))
@@ -61,7 +66,7 @@ def mean_loss(graph, state, tokens):
 @functools.cache
 def scrambled(variant: str) -> dict:
     """Everything about one scrambled tiny model: `config`, `params` (numpy), and what one program computes of it."""
-    model = scramble(build(tiny(variant)))
+    model = scramble(build(shallow(variant)))
     graph, state = nnx.split(model)
 
     @jit

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from model_helpers import TOKENS, build, jit, mean_loss, pure, relative, scramble, scrambled, tiny
+from model_helpers import TOKENS, build, jit, mean_loss, pure, relative, scramble, scrambled, shallow, tiny
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ from model_helpers import TOKENS, build, jit, mean_loss, pure, relative, scrambl
 )
 def test_values_and_gradients_stay(variant, remat):
     run = scrambled(variant)
-    graph, state = nnx.split(scramble(build(tiny(variant, remat=remat))))
+    graph, state = nnx.split(scramble(build(shallow(variant, remat=remat))))
     step = jit(jax.value_and_grad(mean_loss, 1, has_aux=True), static_argnums=0)
     (loss, _), grads = step(graph, state, TOKENS)
     assert float(loss) == pytest.approx(float(run["loss"]), rel=1e-6)

@@ -11,7 +11,20 @@ from forward_oracle import forward
 from mhar_jax.errors import UserError
 from mhar_jax.models import build_model, routing_summary, site_labels, source_labels
 from mhar_jax.models.sites import heads_of_site, num_sites
-from model_helpers import ROUTED, TOKENS, VARIANTS, build, jit, mean_loss, pure, relative, scramble, scrambled, tiny
+from model_helpers import (
+    ROUTED,
+    TOKENS,
+    VARIANTS,
+    build,
+    jit,
+    mean_loss,
+    pure,
+    relative,
+    scramble,
+    scrambled,
+    shallow,
+    tiny,
+)
 
 
 def float64(tree):
@@ -24,7 +37,7 @@ def test_logits_equal_the_definition(variant):
     logits, _ = forward(float64(run["params"]), run["config"], TOKENS[:, :-1])
     assert run["logits"].dtype == np.float32
     assert run["logits"].shape == (2, 12, 64)
-    # float32 rounding through 6 sublayers: seen 3e-7 to 1e-6
+    # float32 rounding through 4 or 6 sublayers: seen 3e-7 to 1e-6
     assert relative(run["logits"], logits) < 5e-6
     log_sum = np.log(np.exp(logits).sum(-1))
     nll = log_sum - np.take_along_axis(logits, TOKENS[:, 1:, None], -1)[..., 0]
@@ -125,10 +138,10 @@ def test_tokens_must_be_integers_of_two_axes():
 
 def test_bfloat16_is_close_to_float32():
     run = scrambled("mhar")
-    model = scramble(build(tiny("mhar", compute_dtype="bfloat16")))
+    model = scramble(build(shallow("mhar", compute_dtype="bfloat16")))
     logits = jit(lambda s, t: nnx.merge(nnx.graphdef(model), s)(t))(nnx.state(model), TOKENS[:, :-1])
     assert logits.dtype == jnp.float32
-    # 8 bits of mantissa through 6 sublayers: seen 1e-2
+    # 8 bits of mantissa through 4 or 6 sublayers: seen 1e-2
     assert relative(logits, run["logits"]) < 4e-2
 
 
@@ -136,7 +149,7 @@ def test_summary_is_what_the_weights_say():
     run = scrambled("mhar_headwise")
     summary = jit(lambda s, t: routing_summary(nnx.merge(run["graph"], s), t))(run["state"], TOKENS[:, :-1])
     weights = [np.asarray(w, np.float64) for w in run["weights"]]
-    assert summary.weights.shape == (7, 7, 2)
+    assert summary.weights.shape == (5, 5, 2)
     for site, w in enumerate(weights):
         np.testing.assert_allclose(summary.weights[site, : site + 1], w.mean((1, 2)), rtol=1e-4)
         assert np.isnan(summary.weights[site, site + 1 :]).all()
@@ -165,7 +178,7 @@ def test_labels():
 
 def test_hyper_connections_start_as_the_additive_model_and_learn():
     """Equal logits at the start; every matrix has a gradient; after two steps the streams differ."""
-    additive, hyper = build(tiny("additive")), build(tiny("hyper_connections"))
+    additive, hyper = build(shallow("additive")), build(shallow("hyper_connections"))
     step = jit(jax.value_and_grad(mean_loss, argnums=1, has_aux=True), static_argnums=0)
     graph, state = nnx.split(hyper)
     (loss, _), grads = step(graph, state, TOKENS)
