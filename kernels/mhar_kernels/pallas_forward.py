@@ -108,10 +108,8 @@ def _mix_chunk(layout, given, outputs, scratch, slot, index, count):
 
         highs = [high for high, _ in logits]
         old_top = None if is_first else load_entries(scratch.top, rows)
-        top = [
-            functools.reduce(jnp.maximum, of_head)
-            for of_head in zip(*highs, *([old_top] if old_top else []), strict=True)
-        ]
+        tops = highs if old_top is None else [old_top, *highs]
+        top = [functools.reduce(jnp.maximum, of_head) for of_head in zip(*tops, strict=True)]
         weights = [exponentials(high, low, top) for high, low in logits]
         total = [functools.reduce(jnp.add, of_head) for of_head in zip(*weights, strict=True)]
         rescale = None

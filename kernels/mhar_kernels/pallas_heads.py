@@ -4,8 +4,8 @@ A row of D features lies on the lanes, 128 to a tile; head h owns lanes [hK, (h+
 with one value a row and head (logits, weights) are `Entries`, in one of two layouts:
 
 - K >= 64: H arrays [rows, 128], each holding its head's value in every lane. A cross-lane reduction (float32, a tree
-  over the lanes) leaves its result that way, so multiplying a tile by its head's weight needs no broadcast. Tiles of one
-  head are added up before the reduction; a tile that heads share costs a select.
+  over the lanes) leaves its result that way, so multiplying a tile by its head's weight needs no broadcast. Tiles of
+  one head are added up before the reduction; a tile that heads share costs a select.
 - K < 64: one array [rows, H]. Sums and broadcasts are products with the 0/1 matrix of head membership on the matrix
   unit. It multiplies bfloat16, so a float32 operand is cut into three bfloat16 parts by clearing bits. They hold all
   its 24 bits, and 0 and 1 are exact: the product has float32 accuracy in three passes, where Precision.HIGHEST takes

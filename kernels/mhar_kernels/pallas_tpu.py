@@ -30,8 +30,8 @@ def unsupported(call: RouteCall) -> str | None:
     if not call.interpret:
         if call.platform != "tpu":
             return (
-                f"it is compiled for TPU and this call runs on {call.platform}; interpret=True runs it anywhere, slowly, "
-                "implementation='xla' runs everywhere"
+                f"it is compiled for TPU and this call runs on {call.platform}; "
+                "interpret=True runs it anywhere, slowly, and implementation='xla' runs everywhere"
             )
         if call.dtype == "float16":
             return "the TPU compiler has no float16 arithmetic; use bfloat16, or implementation='xla'"
@@ -68,7 +68,7 @@ def backward(
 ) -> RouteGrads:
     """One more pass over the sources. Sums over tokens are float32 in two stages, in a fixed order: eight rows a core
     inside the kernel, then the sum of these."""
-    full_call, full = call, arrays
+    full_call = call
     call, arrays = _without_empty_stack(call, arrays)
     plan = backward_plan(call)
     given = {"d_out": d_out, "stats": saved.lse}
@@ -95,7 +95,7 @@ def backward(
     if arrays.gate is not None:
         d_gate = jnp.sum(sums.pop(0))
     return RouteGrads(
-        sources=_like(full_call, full, d_sources),
+        sources=_like(full_call, d_sources),
         query=d_query,
         null_source=d_null,
         residual=None if arrays.residual is None else d_out,
@@ -209,7 +209,7 @@ def _inputs(call: RouteCall, arrays: RouteArrays, **by_token: jax.Array | None) 
     }
     return Inputs(
         query=wide(jnp.stack(query)),
-        sources=(wide(arrays.sources),) if call.stacked else tuple(wide(s) for s in arrays.sources),
+        sources=tuple(wide(s) for s in ([arrays.sources] if call.stacked else arrays.sources)),
         members=heads.membership()[None] if heads.on_matrix_unit else None,
         null=None if null is None else null[0],
         null_logit=None if null is None else null[1],
@@ -243,7 +243,7 @@ def _without_empty_stack(call: RouteCall, arrays: RouteArrays) -> tuple[RouteCal
     return replace(call, stacked=False), arrays._replace(sources=())
 
 
-def _like(call: RouteCall, arrays: RouteArrays, d_sources: list[jax.Array]) -> Any:
+def _like(call: RouteCall, d_sources: list[jax.Array]) -> Any:
     if not call.stacked:
         return tuple(d_sources)
-    return d_sources[0] if d_sources else jnp.zeros_like(arrays.sources)
+    return d_sources[0] if d_sources else jnp.zeros((0, call.tokens, call.dim), call.dtype)

@@ -1,0 +1,278 @@
+"""The Pallas TPU kernels under the interpreter: the contract of every implementation, and what is theirs alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from mhar_kernels import UnsupportedInputError, assume_platform, depth_route
+from mhar_kernels.contract import RouteCall
+from mhar_kernels.pallas_heads import Heads, bfloat16_parts
+from mhar_kernels.pallas_plan import MIB, backward_plan, forward_plan
+from oracle import error, random_case
+from route_contract import GRADIENT, RouteContract
+
+FORWARD, BACKWARD = "depth_route_forward", "depth_route_backward"
+
+
+class TestPallas(RouteContract):
+    implementation = "pallas_tpu"
+    interpret = True
+
+
+class _Tiled(RouteContract):
+    """The same checks with a tile of one's own."""
+
+    implementation = "pallas_tpu"
+    interpret = True
+
+    def __init__(self, **tile):
+        self.tile = tile
+
+    def route(self, sources, query, **kw):
+        return super().route(sources, query, tile=self.tile, **kw)
+
+
+@pytest.mark.parametrize("sweeps", [1, 2])
+@pytest.mark.parametrize(
+    ("tokens", "rows", "chunk"),
+    [
+        (24, 8, 3),  # three tiles over two cores; chunks of 1, 3 and 3 sources
+        (29, 8, 7),  # a ragged last tile; one chunk
+        (5, 8, 2),  # less than a tile
+    ],
+)
+def test_tiles(tokens, rows, chunk, sweeps):
+    case = random_case(7, (tokens,), 40, 2, null_source=True, residual=True, gate=0.7, seed=tokens)
+    _Tiled(rows=rows, chunk=chunk, sweeps=sweeps).check(case, as_sequence=chunk != 3)
+
+
+@pytest.mark.parametrize("sweeps", [1, 2])
+@pytest.mark.parametrize(
+    ("dim", "heads"),
+    [
+        (128, 2),  # two heads in a lane tile
+        (130, 2),  # K = 65: a tile that two heads share, and an odd half
+        (480, 3),  # K = 160
+        (257, 1),
+        (300, 300),  # more heads than lanes
+    ],
+)
+def test_head_slices(dim, heads, sweeps):
+    case = random_case(3, (9,), dim, heads, dtype="bfloat16", null_source=True, gate=0.7, seed=dim)
+    _Tiled(rows=16, chunk=2, sweeps=sweeps).check(case, as_sequence=True)
+
+
+@pytest.mark.parametrize("sweeps", [1, 2])
+def test_weights_of_both_backward_forms(sweeps):
+    """The cotangent of the weights, with heads wide enough for the vector unit and logits that need pairs."""
+    case = random_case(3, (5,), 128, 2, null_source=True, query_scale=30.0)
+    weights_cotangent = np.random.default_rng(1).standard_normal(case.weights.shape).astype(np.float32)
+    names, values = list(case.inputs), [jnp.asarray(v) for v in case.inputs.values()]
+
+    def loss(*values):
+        kw = dict(zip(names, values, strict=True))
+        out, weights = _Tiled(sweeps=sweeps).route(
+            kw.pop("sources"), kw.pop("query"), num_heads=2, return_weights=True, **kw
+        )
+        return jnp.sum(out * case.cotangent) + jnp.sum(weights * weights_cotangent)
+
+    grads = jax.jit(jax.grad(loss, tuple(range(len(names)))))(*values)
+    from oracle import solve
+
+    want = solve(case.inputs, case.cotangent, 2, case.eps, weights_cotangent)[2]
+    for name, grad in zip(names, grads, strict=True):
+        assert error(grad, want[name]) < GRADIENT["float32"], name
+
+
+@pytest.mark.parametrize("sweeps", [1, 2])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_copies_do_not_race(stacked, sweeps):
+    """Under the interpreter that models DMA, with memory that starts as NaN: no race, and the right numbers."""
+    case = random_case(5, (37,), 24, 3, null_source=True, residual=True, gate=0.5)
+    names, values = list(case.inputs), [jnp.asarray(v) for v in case.inputs.values()]
+    if not stacked:
+        values[0] = tuple(values[0])
+
+    def call(*values):
+        kw = dict(zip(names, values, strict=True))
+        sources, query = kw.pop("sources"), kw.pop("query")
+        tile = {"rows": 8, "chunk": 2, "sweeps": sweeps}
+        return depth_route(sources, query, num_heads=3, implementation="pallas_tpu", tile=tile, **kw)
+
+    @jax.jit
+    def both(values, cotangent):
+        out, vjp = jax.vjp(call, *values)
+        return out, vjp(cotangent)
+
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2)
+    with pltpu.force_tpu_interpret_mode(params), assume_platform("tpu"):
+        out, grads = jax.block_until_ready(both(values, jnp.asarray(case.cotangent)))
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    assert not interpret_pallas_call.get_races().races_found
+    assert error(out, case.out) < 2e-6
+    for name, grad in zip(names, grads, strict=True):
+        got = jnp.stack(grad) if isinstance(grad, tuple) else grad
+        assert error(got, case.grads[name]) < GRADIENT["float32"], name
+
+
+def test_bfloat16_is_as_accurate_as_xla():
+    """Against float64 on the same rounded inputs. Heads of both layouts; one sweep and two."""
+    for dim, heads, sweeps in ((128, 2, 1), (128, 2, 2), (96, 3, 2)):
+        case = random_case(6, (32,), dim, heads, dtype="bfloat16", null_source=True, residual=True, gate=0.7)
+        ours = _Tiled(sweeps=sweeps).run(case, as_sequence=True)
+        xla = RouteContract()
+        xla.implementation = "xla"
+        theirs = xla.run(case, as_sequence=True)
+        assert error(ours[0], case.out) <= 1.01 * error(theirs[0], case.out)
+        for name, grad in ours[2].items():
+            # 1e-6: where both are at float32's rounding, either may be the smaller.
+            assert error(grad, case.grads[name]) <= 1.01 * error(theirs[2][name], case.grads[name]) + 1e-6, name
+
+
+def test_gradients_per_example():
+    """vmap of a gradient in an unmapped query: one gradient an example, not their sum."""
+    case = random_case(3, (4, 5), 24, 3)
+    query = jnp.asarray(case.inputs["query"])
+    loss = lambda q, s: jnp.sum(TestPallas().route(s, q, num_heads=3) ** 2)
+    sources = jnp.asarray(case.inputs["sources"])
+    each = jax.jit(jax.vmap(jax.grad(loss), (None, 1)))(query, sources)
+    for i in range(4):
+        assert error(each[i], jax.grad(loss)(query, sources[:, i])) < 2e-6
+
+
+def test_vmap_over_one_source_of_several():
+    case = random_case(3, (5,), 24, 3)
+    a, b, c = jnp.asarray(case.inputs["sources"])
+    many = jnp.stack([b, 2 * b])
+    f = lambda b: TestPallas().route((a, b, c), jnp.asarray(case.inputs["query"]), num_heads=3)
+    out = jax.jit(jax.vmap(f))(many)
+    for i in range(2):
+        assert error(out[i], f(many[i])) < 1e-6
+
+
+def _kernels(jaxpr) -> list[str]:
+    """Names of the Pallas calls in a jaxpr, in order."""
+    names = []
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            names.append(eqn.params["name"])
+            continue
+        for value in jax.tree.leaves(
+            tuple(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+        ):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                names += _kernels(inner)
+    return names
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_kernels_are_in_the_program(remat):
+    """One forward and one backward kernel; with remat the forward one again, and nothing else."""
+    route = lambda s, q: jnp.sum(
+        depth_route(s, q, num_heads=4, implementation="pallas_tpu", interpret=True).astype(jnp.float32) ** 2
+    )
+    if remat:
+        route = jax.checkpoint(route)
+    sources = [jax.ShapeDtypeStruct((16, 512), jnp.bfloat16)] * 3
+    jaxpr = jax.make_jaxpr(jax.grad(route, (0, 1)))(sources, jax.ShapeDtypeStruct((512,), jnp.float32))
+    assert _kernels(jaxpr.jaxpr) == [FORWARD] * (1 + remat) + [BACKWARD]
+
+
+CALL = RouteCall(
+    num_sources=9,
+    tokens=8192,
+    dim=4096,
+    num_heads=8,
+    dtype="bfloat16",
+    stacked=False,
+    has_null=True,
+    has_residual=True,
+    has_gate=True,
+    return_weights=False,
+    eps=1e-6,
+    interpret=False,
+    tile=None,
+    platform="tpu",
+)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("n", [1, 9, 73, 129])
+@pytest.mark.parametrize(("dim", "heads"), [(512, 4), (1280, 8), (4096, 8), (7186, 2), (16384, 8)])
+def test_vmem_fits_the_smallest_chip(n, dim, heads, dtype):
+    """v4 has 16 MiB; the heuristic leaves the compiler some, and forward and backward agree on the mix."""
+    call = dataclasses.replace(CALL, num_sources=n, dim=dim, num_heads=heads, dtype=dtype, differentiated=True)
+    for plan in (forward_plan(call), backward_plan(call)):
+        assert plan.vmem_bytes <= 14 * MIB
+        assert plan.vmem_limit <= 18 * MIB
+        assert plan.rows % plan.group == 0
+        assert plan.first + (plan.chunks - 1) * plan.chunk == n
+    assert backward_plan(call).resident == backward_plan(dataclasses.replace(call, differentiated=False)).resident
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"platform": "cpu"}, ("cpu", "interpret=True", "xla")),
+        ({"dtype": "float16"}, ("float16", "bfloat16")),
+        ({"dtype": "float64"}, ("float64", "xla")),
+        ({"dim": 32768}, ("16384", "32768")),
+        ({"tile": (("rows", 12),)}, ("rows", "16", "12")),
+        ({"tile": (("rows", 65536),)}, ("VMEM", "tile")),
+        ({"tile": (("sweeps", 3),)}, ("sweeps", "3")),
+    ],
+)
+def test_refusals_say_what_would_work(change, words):
+    from mhar_kernels import pallas_tpu
+
+    reason = pallas_tpu.unsupported(dataclasses.replace(CALL, **change))
+    assert reason is not None
+    for word in words:
+        assert word in reason
+    assert pallas_tpu.unsupported(CALL) is None
+
+
+def test_refused_before_anything_runs():
+    sources = jnp.ones((2, 4, 32))
+    with pytest.raises(UnsupportedInputError, match="interpret=True"):
+        depth_route(sources, jnp.ones(32), num_heads=2, implementation="pallas_tpu")
+    with pytest.raises(ValueError, match="rows, chunk, sweeps"):
+        TestPallas().route(sources, jnp.ones(32), num_heads=2, tile={"lanes": 3})
+
+
+def test_bfloat16_parts_hold_float32():
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32) * np.float32(1e-3)
+    parts = jax.jit(bfloat16_parts)(jnp.asarray(x))
+    np.testing.assert_array_equal(sum(np.asarray(p, np.float64) for p in parts), x.astype(np.float64))
+
+
+def test_every_feature_has_one_head():
+    for dim, heads in ((130, 2), (480, 3), (1280, 8), (64, 1)):
+        layout = Heads(dim, heads)
+        seen = [(t * 128 + lane, h) for t in range(layout.tiles) for h, a, b in layout.spans(t) for lane in range(a, b)]
+        assert seen == [(d, d // (dim // heads)) for d in range(dim)]
+
+
+def test_two_devices_share_one_query():
+    """Plain sharding of the tokens, kernel inside shard_map: the query's gradient is summed exactly once."""
+    case = random_case(3, (8,), 24, 3)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    route = functools.partial(TestPallas().route, num_heads=3, tile={"sweeps": 1})
+    sharded = jax.shard_map(
+        route, mesh=mesh, in_specs=(spec(None, "data"), spec()), out_specs=spec("data"), check_vma=True
+    )
+    query = jnp.asarray(case.inputs["query"] * case.inputs["norm_scale"])
+    loss = lambda f: lambda s, q: jnp.sum(f(s, q) * case.cotangent)
+    sources = jnp.asarray(case.inputs["sources"])
+    got = jax.jit(jax.grad(loss(sharded), (0, 1)))(sources, query)
+    want = jax.grad(loss(route), (0, 1))(sources, query)
+    for a, b in zip(got, want, strict=True):
+        assert error(a, b) < 1e-6
