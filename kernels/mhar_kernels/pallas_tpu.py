@@ -209,7 +209,7 @@ def _inputs(call: RouteCall, arrays: RouteArrays, **by_token: jax.Array | None) 
     }
     return Inputs(
         query=wide(jnp.stack(query)),
-        sources=tuple(wide(s) for s in ([arrays.sources] if call.stacked else arrays.sources)),
+        sources=tuple(wide(s) for s in jax.tree.leaves(arrays.sources)),
         members=heads.membership()[None] if heads.on_matrix_unit else None,
         null=None if null is None else null[0],
         null_logit=None if null is None else null[1],

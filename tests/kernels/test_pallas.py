@@ -13,7 +13,7 @@ from mhar_kernels import UnsupportedInputError, assume_platform, depth_route
 from mhar_kernels.contract import RouteCall
 from mhar_kernels.pallas_heads import Heads, bfloat16_parts
 from mhar_kernels.pallas_plan import MIB, backward_plan, forward_plan
-from oracle import error, random_case
+from oracle import error, random_case, solve
 from route_contract import GRADIENT, RouteContract
 
 FORWARD, BACKWARD = "depth_route_forward", "depth_route_backward"
@@ -82,8 +82,6 @@ def test_weights_of_both_backward_forms(sweeps):
         return jnp.sum(out * case.cotangent) + jnp.sum(weights * weights_cotangent)
 
     grads = jax.jit(jax.grad(loss, tuple(range(len(names)))))(*values)
-    from oracle import solve
-
     want = solve(case.inputs, case.cotangent, 2, case.eps, weights_cotangent)[2]
     for name, grad in zip(names, grads, strict=True):
         assert error(grad, want[name]) < GRADIENT["float32"], name
