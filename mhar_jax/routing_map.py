@@ -1,16 +1,18 @@
 """What the routing of a model does on some text: the map of mean depth weights, and its picture."""
 
+import concurrent.futures
 import dataclasses
 import pathlib
+import threading
 from typing import Any
 
 import jax
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.errors import writing
+from mhar_jax.inspect.maps import Panel, draw_maps, strongest
+from mhar_jax.inspect.walk import column_labels
 from mhar_jax.models.sites import site_labels, source_labels
 from mhar_jax.training.step import ROUTING_ROWS, Trainer
 
@@ -44,43 +46,67 @@ def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
     Raises:
       UserError: the file cannot be written.
     """
-    rows, columns = site_labels(config), _column_labels(config)
     heads = routing.weights.shape[2]
-    across = min(heads, 4)
-    down = -(-heads // across)
-    cell = 0.24 if len(rows) <= 32 else 0.1
-    size = (1.9 + across * (cell * len(columns) + 0.2), 1.5 + down * (cell * len(rows) + 0.5))
-    figure = Figure(size, layout="constrained")  # not pyplot: no window system, no state
-    axes = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
-    colours = matplotlib.colormaps["magma_r"].copy()
-    colours.set_bad("white")
-    every = max(1, round(len(rows) / 36))
-    has_choice = np.isfinite(routing.weights).sum(axis=(1, 2)) > np.isfinite(routing.weights).any(axis=1).sum(axis=1)
-    top = float(np.nanmax(routing.weights[has_choice])) if has_choice.any() else 1.0
-    image = None
-    for head, panel in enumerate(axes.flat):
-        if head >= heads:
-            panel.set_visible(False)
-            continue
-        image = panel.imshow(routing.weights[:, :, head], cmap=colours, vmin=0, vmax=top, aspect="equal")
-        panel.set_title(f"head {head + 1}" if heads > 1 else "one head", fontsize=9)
-        panel.set_xticks(range(0, len(columns), every), columns[::every], rotation=90, fontsize=6)
-        panel.set_yticks(range(0, len(rows), every), rows[::every], fontsize=6)
-        panel.spines[:].set_visible(False)
-    assert image is not None
-    beyond = "max" if top < 1 else "neither"
-    figure.colorbar(image, ax=axes, label="mean depth weight", shrink=0.8, aspect=30, extend=beyond)
-    figure.supxlabel("source: what is read", fontsize=9)
-    figure.supylabel("site: who reads", fontsize=9)
-    figure.suptitle(
-        f"{config.variant}: mean depth weight over {routing.tokens:,} held-out tokens\n"
-        f"entropy {routing.entropy:.2f} of uniform, weight on the newest source {routing.newest_mass:.2f}",
-        fontsize=9,
+    counts = np.array([len(labels) for labels in source_labels(config)])
+    title = lambda head: f"head {head + 1}" if heads > 1 else ""
+    figure = draw_maps(
+        [Panel(title(h), routing.weights[:, :, h], site_labels(config)) for h in range(heads)],
+        column_labels(config),
+        title="Where each head of each site reads" if heads > 1 else "Where each site reads",
+        caption=f"{config.variant}: mean depth weight over {routing.tokens:,} held-out tokens; each row sums to 1. "
+        f"Grey: no such source. Entropy {routing.entropy:.2f} of uniform, weight on the newest source "
+        f"{routing.newest_mass:.2f} (sites with more than one source).",
+        label="mean depth weight",
+        limit=strongest(routing.weights, counts > 1),
     )
     with writing("the routing map", path):
-        figure.savefig(path, dpi=160)
+        figure.savefig(path, metadata={"Software": None})
 
 
-def _column_labels(config: ModelConfig) -> list[str]:
-    """Names of the columns: those of the site that has most sources."""
-    return max(source_labels(config), key=len)
+class RoutingPictures:
+    """Draws the newest map into one file, in a thread of its own, while the devices go on training.
+
+    Drawing takes a good part of a second of a processor. A map that comes while the one before is being drawn waits,
+    and takes the place of one that is waiting already. The file is replaced whole, so a viewer never sees half of it.
+    """
+
+    def __init__(self, config: ModelConfig, path: pathlib.Path):
+        self._config, self._path = config, path
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="routing-map")
+        self._newest: RoutingMap | None = None
+        self._lock = threading.Lock()
+        self._jobs: list[concurrent.futures.Future[None]] = []
+
+    def submit(self, routing: RoutingMap) -> None:
+        """Takes a map and returns at once.
+
+        Raises:
+          UserError: an earlier picture could not be written.
+        """
+        with self._lock:
+            self._newest = routing
+        finished = [job for job in self._jobs if job.done()]
+        self._jobs = [job for job in self._jobs if not job.done()] + [self._thread.submit(self._draw)]
+        for job in finished:
+            job.result()
+
+    def close(self) -> None:
+        """Waits for the last picture.
+
+        Raises:
+          UserError: it could not be written.
+        """
+        self._thread.shutdown()
+        for job in self._jobs:
+            job.result()
+
+    def _draw(self) -> None:
+        """Draws the newest map, unless an earlier job has."""
+        with self._lock:
+            routing, self._newest = self._newest, None
+        if routing is None:
+            return
+        aside = self._path.with_name(f".{self._path.name}")  # the same suffix: it decides the format
+        draw(self._config, routing, aside)
+        with writing("the routing map", self._path):
+            aside.replace(self._path)

@@ -7,6 +7,7 @@ state of the data iterator) and `meta` (config, data fingerprint, and checksums 
 import contextlib
 import json
 import logging
+import os
 import pathlib
 import re
 import shutil
@@ -193,7 +194,7 @@ class Checkpoints:
         whole = [s for s in self.steps() if s != step]
         kept = f"the checkpoint of step {whole[-1]} is whole" if whole else "there is no earlier checkpoint"
         return UserError(
-            f"the checkpoint of step {step} could not be written to {self.directory}: {one_line(error)}; {kept}"
+            f"the checkpoint of step {step} could not be written to {self.directory}: {_reason(error)}; {kept}"
         )
 
 
@@ -297,9 +298,18 @@ def _damage_is_skipped(checkpoint: pathlib.Path, skipped: list[int], step: int) 
         _log.warning(
             "skipping checkpoint %s, which is cut short or damaged (%s); trying the one before",
             checkpoint,
-            one_line(error),
+            _reason(error),
         )
         skipped.append(step)
+
+
+def _reason(error: Exception) -> str:
+    """What an error of Orbax or TensorStore says, without its page of details: the operating system's words if any."""
+    if found := re.search(r"OS error (\d+)", str(error)):
+        return os.strerror(int(found[1]))
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return one_line(str(error).split(" See full TensorStore details")[0] or type(error).__name__)
 
 
 def merge_data_states(local: Any) -> Any:

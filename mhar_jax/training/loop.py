@@ -69,7 +69,7 @@ def train(config: Config) -> None:
         for line in _headline(config, trainer, data, start):
             progress.say(line)
         clock = Clock()
-        reports = Reports(config, writer, progress, clock)
+        reports = Reports(trainer, writer, progress, clock)
         eval_batches = [_to_devices(batch, trainer) for batch in held_out]
         evaluate = Evaluation(trainer, eval_batches, writer, progress)
         profiler = resources.enter_context(contextlib.closing(_Profiler(config, run_dir)))
@@ -233,9 +233,9 @@ def _needs_no_tokenizer(config: Config) -> bool:
 
 
 def _headline(config: Config, trainer: Trainer, data: dict[str, Any], start: int) -> Iterator[str]:
-    device = jax.devices()[0]
+    device = trainer.mesh.devices.flat[0]
     mesh = ", ".join(f"{axis}={size}" for axis, size in trainer.mesh.shape.items())
-    yield f"{jax.device_count()} x {device.device_kind} ({device.platform}), mesh {mesh}"
+    yield f"{trainer.mesh.size} x {device.device_kind} ({device.platform}), mesh {mesh}"
     tokens = "endless" if data["tokens_per_epoch"] is None else f"{data['tokens_per_epoch']:,} tokens an epoch"
     yield f"data: {data['source']}, {tokens}"
     per_step = config.batch_size * config.seq_len

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from mhar_jax.config.schema import Config
 from mhar_jax.errors import UserError
 from mhar_jax.models import train_flops_per_token
 from mhar_jax.routing_map import measure
@@ -64,14 +63,15 @@ class Reports:
     device wait.
     """
 
-    def __init__(self, config: Config, writer: MetricsWriter | NoMetrics, progress: Progress, clock: Clock):
+    def __init__(self, trainer: Trainer, writer: MetricsWriter | NoMetrics, progress: Progress, clock: Clock):
+        config = trainer.config
         self._config, self._writer, self._progress, self._clock = config, writer, progress, clock
         self._held: list[tuple[int, dict[str, jax.Array]]] = []
         self._started = False
         self._tokens = config.batch_size * config.seq_len
         self._flops_per_token = train_flops_per_token(config.model, config.seq_len)
-        peak = peak_flops(jax.devices()[0])
-        self._peak = None if peak is None else peak * jax.device_count()
+        peak = peak_flops(trainer.mesh.devices.flat[0])
+        self._peak = None if peak is None else peak * trainer.mesh.size
 
     def add(self, step: int, metrics: dict[str, jax.Array]) -> None:
         """Takes the numbers of a step just dispatched, and waits for the step before it.

@@ -137,7 +137,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         new = dict(state, step=state["step"] + 1, params=params, optimizer=optimizer_state)
         if "ema" in state:
             new["ema"] = optax.incremental_update(as_float32(params), state["ema"], 1 - config.optimizer.ema)
-        metrics = dict(metrics, grad_norm=optax.global_norm(grads), lr=schedule(state["step"]))
+        metrics = dict(metrics, grad_norm=optax.tree.norm(grads), lr=schedule(state["step"]))
         return new, metrics
 
     def model_of(params: Any) -> Decoder:

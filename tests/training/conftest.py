@@ -1,0 +1,249 @@
+"""One tiny run for all tests of this folder, and compiled programs shared through a cache on disk."""
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import Mesh
+
+from mhar_jax.config import Config, make_config
+from mhar_jax.config.schema import MeshConfig
+from mhar_jax.sharding import AXES, make_mesh
+from mhar_jax.training import loop, main
+from mhar_jax.training.step import Trainer, make_trainer
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+# 1 layer, D 32, 2 routing heads, float32, on the embedded text as bytes: 14,000 parameters, 8 sequences of 32 tokens.
+TINY: dict[str, Any] = {
+    "steps": 8,
+    "batch_size": 8,
+    "seq_len": 32,
+    "model": {
+        "num_layers": 1,
+        "d_model": 32,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "ffn_dim": 48,
+        "context": 64,
+        "compute_dtype": "float32",
+        "init_std": 0.1,
+    },
+    "optimizer": {"warmup_steps": 3, "accumulate": 2, "ema": 0.9, "z_loss": 1e-4},
+    "eval": {"every": 4, "batches": 1},
+    "checkpoint": {"every": 0},
+    "log": {"every": 1, "tensorboard": False},
+    "sample": {"tokens": 0},
+}
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Nested dictionaries, `changes` over `base`."""
+    out = dict(base)
+    for name, value in changes.items():
+        inner = out.get(name)
+        out[name] = merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return out
+
+
+@functools.cache
+def _programs(config: Config, mesh: Mesh) -> Trainer:
+    return make_trainer(config, mesh)
+
+
+def shared_trainer(config: Config, mesh: Mesh) -> Trainer:
+    """`make_trainer`, with programs compiled once for all configs whose differences do not reach them."""
+    plain = Config()
+    same = {"run_dir": "-", "eval": plain.eval, "checkpoint": plain.checkpoint, "log": plain.log, "data": plain.data}
+    return dataclasses.replace(_programs(dataclasses.replace(config, **same), mesh), config=config)
+
+
+def _flat(tree: Any) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in leaves}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    def one_sentence(self) -> str:
+        """The one line of standard error of a command that was refused."""
+        assert self.code == 2, (self.code, self.out, self.err)
+        lines = self.err.strip().splitlines()
+        assert len(lines) == 1, self.err
+        assert lines[0].startswith("error: ")
+        return lines[0]
+
+
+class Tools:
+    """Helpers that tests use through the fixture `tools`."""
+
+    def config(self, **changes: Any) -> Config:
+        """The tiny run with nested changes; the vocabulary is the bytes'."""
+        return make_config(merged(merged(TINY, {"model": {"vocab_size": 384}}), changes))
+
+    def trainer(self, config: Config, sizes: tuple[int, int, int] = (1, 1, 1)) -> Trainer:
+        """Compiled once for each config and mesh."""
+        devices = jax.devices()[: math.prod(sizes)]
+        return shared_trainer(config, make_mesh(MeshConfig(**dict(zip(AXES, sizes, strict=True))), devices))
+
+    def tokens(self, trainer: Trainer, seed: int = 0) -> jax.Array:
+        """A random batch, below 257."""
+        draw = np.random.default_rng(seed).integers(0, 257, trainer.batch.shape).astype(np.int32)
+        return jax.device_put(draw, trainer.batch.sharding)
+
+    flat = staticmethod(_flat)
+
+    def metrics(self, run_dir: pathlib.Path) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, strictly read."""
+        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line, parse_constant=lambda c: pytest.fail(f"{c} in JSON")) for line in lines]
+
+    def losses(self, run_dir: pathlib.Path) -> list[tuple[int, str, float]]:
+        """(step, name, value) of every loss, in the order of the file."""
+        found = []
+        for line in self.metrics(run_dir):
+            found += [
+                (line["step"], name, line[name]) for name in ("loss", "val_loss", "grad_norm", "lr") if name in line
+            ]
+        return found
+
+    def saved(self, run_dir: pathlib.Path, step: int) -> dict[str, Any]:
+        """Everything a checkpoint holds but its config, read without any of our code: arrays by path, and JSON."""
+        found: dict[str, Any] = {}
+        for item in sorted((run_dir / "checkpoints" / str(step)).iterdir()):
+            if item.name == "data":
+                found["data"] = json.loads((item / "metadata").read_text())
+            elif item.is_dir() and item.name != "meta":
+                with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+                    tree = reader.metadata(item).item_metadata.tree
+                    kinds = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+                    arrays = reader.restore(item, args=ocp.args.PyTreeRestore(restore_args=kinds))
+                found |= {f"{item.name}/{k}": v for k, v in _flat(arrays).items()}
+        return found
+
+    def assert_same(self, a: dict[str, Any], b: dict[str, Any]) -> None:
+        """Equal to the bit."""
+        assert a.keys() == b.keys()
+        for name, value in a.items():
+            same = value.tobytes() == b[name].tobytes() if isinstance(value, np.ndarray) else value == b[name]
+            assert same, name
+
+
+@pytest.fixture(scope="session")
+def tools() -> Tools:
+    """See `Tools`."""
+    return Tools()
+
+
+@pytest.fixture(scope="session")
+def compilation_cache(tmp_path_factory) -> pathlib.Path:
+    """Where compiled programs are kept for the session."""
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(autouse=True)
+def _quickly_compiled(compilation_cache, monkeypatch):
+    """Programs made in a test are compiled with little optimisation, and taken from the cache where it has them."""
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update(names[0], str(compilation_cache))
+    jax.config.update(names[1], 0.0)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def preset(tmp_path) -> pathlib.Path:
+    """The tiny run as a config file."""
+    path = tmp_path / "tiny-run.json"  # JSON is YAML
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.fixture
+def here(preset, monkeypatch, capfd) -> Callable[..., Outcome]:
+    """Runs train.py's main in this process on one device: here("--steps=3", ...)."""
+    monkeypatch.setattr(loop, "make_mesh", lambda mesh: make_mesh(mesh, jax.devices()[:1]))
+    monkeypatch.setattr(loop, "make_trainer", shared_trainer)
+    levels = {name: logging.getLogger(name).level for name in ("absl", "orbax", "jax")}
+
+    def run(*arguments: str) -> Outcome:
+        capfd.readouterr()
+        code = main.main([str(preset), *arguments])
+        out, err = capfd.readouterr()
+        return Outcome(code, out, err)
+
+    yield run
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def start(preset, compilation_cache) -> Callable[..., subprocess.Popen[str]]:
+    """Starts train.py in a process of its own, on one CPU device unless told otherwise."""
+    running: list[subprocess.Popen[str]] = []
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+    }
+
+    def run(*arguments: str, devices: int = 1, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "train.py"), str(preset), *arguments],
+            env={**environment, "JAX_NUM_CPU_DEVICES": str(devices)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=before,
+        )
+        running.append(process)
+        return process
+
+    yield run
+    for process in running:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def there(start) -> Callable[..., Outcome]:
+    """Runs train.py in a process of its own to its end."""
+
+    def run(*arguments: str, **options: Any) -> Outcome:
+        process = start(*arguments, **options)
+        out, err = process.communicate(timeout=300)
+        return Outcome(process.returncode, out, err)
+
+    return run
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """A hanging run must not hang the suite."""
+    for item in items:
+        if "training" in str(item.path.parent.name):
+            item.add_marker(pytest.mark.timeout(600))

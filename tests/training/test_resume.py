@@ -1,0 +1,122 @@
+"""Kill, terminate, and go on: to the bit."""
+
+import os
+import pathlib
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from mhar_jax.training import metrics as metrics_module
+
+STEPS = 20
+
+
+def wait_for_step(run_dir: pathlib.Path, step: int, process) -> None:
+    """Until metrics.jsonl has a line of a step."""
+    path = run_dir / "metrics.jsonl"
+    needle = f'{{"step": {step}, '
+    while process.poll() is None:
+        if path.exists() and needle in path.read_text():
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"the run ended before step {step}: {process.communicate()}")
+
+
+def test_killed_and_terminated_runs_equal_an_unbroken_one(start, there, tools, tmp_path):
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    # Each save waits for the one before, so a kill lands inside a save more often than not.
+    arguments = (f"--steps={STEPS}", "--checkpoint.every=3", "--checkpoint.keep=2")
+    whole = there(f"--run_dir={straight}", *arguments)
+    assert whole.code == 0, whole.err
+
+    process = start(f"--run_dir={broken}", *arguments)
+    wait_for_step(broken, 10, process)
+    process.kill()  # SIGKILL
+    assert process.wait() == -signal.SIGKILL
+    assert not (broken / "checkpoints" / str(STEPS)).exists(), "killed too late to show anything"
+
+    process = start(f"--run_dir={broken}", *arguments)
+    wait_for_step(broken, 14, process)
+    process.terminate()  # SIGTERM
+    out, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (0, "")
+    assert "resuming after step" in out
+    assert "stopped by a signal" in out
+    assert not (broken / "checkpoints" / str(STEPS)).exists(), "terminated too late to show anything"
+
+    rest = there(f"--run_dir={broken}", *arguments)
+    assert rest.code == 0, rest.err
+    tools.assert_same(tools.saved(broken, STEPS), tools.saved(straight, STEPS))
+    assert tools.losses(broken) == tools.losses(straight)
+    assert [line["step"] for line in tools.metrics(broken) if "loss" in line] == list(range(1, STEPS + 1))
+
+
+@pytest.fixture
+def signal_at(monkeypatch):
+    """Sends this process a signal when the numbers of a step are written."""
+
+    def arm(step: int) -> None:
+        write = metrics_module.MetricsWriter.write
+
+        def writing(self, at, values):
+            write(self, at, values)
+            if at == step and "loss" in values:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(metrics_module.MetricsWriter, "write", writing)
+
+    return arm
+
+
+# Documents that are tokenised at the start and packed, and documents tokenised on the fly, row by row.
+@pytest.mark.parametrize("megabytes", [256, 0], ids=["packed", "streams"])
+def test_terminated_run_goes_on_to_the_bit(here, tools, tmp_path, signal_at, megabytes):
+    arguments = [f"--data.tokenize_at_start_mb={megabytes}", "--log.every=2"]
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    assert here(f"--run_dir={straight}", *arguments).code == 0
+
+    signal_at(4)
+    stopped = here(f"--run_dir={broken}", *arguments)
+    assert stopped.code == 0
+    at = [int(p.name) for p in (broken / "checkpoints").iterdir()]
+    assert at in ([5], [6]), "one step is on its way when the signal comes"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    assert here(f"--run_dir={broken}", *arguments).code == 0
+    tools.assert_same(tools.saved(broken, 8), tools.saved(straight, 8))
+    assert tools.losses(broken) == tools.losses(straight)
+    saved = tools.saved(broken, 8)
+    assert saved["data"]["next_batch"] == 8
+    assert {
+        "rest/rng",
+        "rest/step",
+        "rest/optimizer/1/0/mu/embedding",
+        "ema/embedding",
+        "params/embedding",
+    } <= saved.keys()
+    if not megabytes:
+        assert len(saved["data"]["rows"]) == 8
+
+
+def test_a_longer_run_continues_a_finished_one(here, tools, tmp_path):
+    run_dir = tmp_path / "run"
+    assert here(f"--run_dir={run_dir}", "--steps=4").code == 0
+    first = tools.losses(run_dir)
+    again = here(f"--run_dir={run_dir}", "--steps=4")  # finished: nothing to do, nothing lost
+    assert again.code == 0
+    assert "resuming after step 4" in again.out
+    assert tools.losses(run_dir) == first
+    assert here(f"--run_dir={run_dir}", "--steps=8").code == 0
+    assert tools.losses(run_dir)[: len(first)] == first
+    assert [line["step"] for line in tools.metrics(run_dir) if "loss" in line] == list(range(1, 9))
+    assert "past steps=4" in here(f"--run_dir={run_dir}", "--steps=4").one_sentence()
+    assert tools.metrics(run_dir)[-1]["step"] == 8, "a refused run changes nothing"
+
+
+def test_the_key_for_randomness_is_part_of_the_state(tools):
+    state = tools.trainer(tools.config()).init()
+    expected = jax.random.key_data(jax.random.split(jax.random.key(42))[1])
+    np.testing.assert_array_equal(state["rng"], expected)
