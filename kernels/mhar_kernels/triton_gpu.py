@@ -379,18 +379,24 @@ def tile(call: RouteCall, direction: str) -> Tile:
 
 
 def heuristic(call: RouteCall, direction: str) -> Tile:
-    """Registers decide: a lane holds some 32 features of the row, and of every array that must stay with it."""
+    """Registers decide: a lane holds up to 40 features of the row, and of every array that must stay with it.
+
+    Half as many with float32 storage, whose arithmetic is float64.
+    """
     heads, head_dim = _power_of_two(call.num_heads), call.head_dim
-    warps = min(16, max(1, _power_of_two(-(-heads * head_dim // 1280))))
+    vector = 16 // np.dtype(call.dtype).itemsize  # numbers a lane moves at once
+    warps = min(16, max(1, _power_of_two(-(-heads * head_dim // (160 * vector)))))
     lanes = max(1, 32 * warps // heads)
-    most = lanes * (16 // np.dtype(call.dtype).itemsize)
+    most = lanes * vector
     widths = [1 << i for i in range(most.bit_length()) if 1 << i <= _power_of_two(head_dim)]
     waste = lambda w: -(-head_dim // w) * w / head_dim - 1
     width = max(w for w in widths if waste(w) <= max(0.1, min(map(waste, widths))))
-    short = heads * head_dim <= 640 * warps
+    sources = 2 if heads * head_dim <= 80 * vector * warps else 1
+    # A step in flight is one more buffer of rows in shared memory, of which the smallest chips have 99 KiB a program.
+    buffers = 98_304 // (sources * heads * -(-head_dim // width) * width * np.dtype(call.dtype).itemsize)
     if direction == "forward":
-        return Tile(2 if short else 1, width, warps, ahead=1, stages=4, programs=max(1, 64 // warps))
-    return Tile(2 if short else 1, width, warps, ahead=1, stages=3, programs=max(1, 16 // warps))
+        return Tile(sources, width, warps, ahead=1, stages=min(4, 1 + buffers), programs=max(1, 64 // warps))
+    return Tile(sources, width, warps, ahead=1, stages=min(3, 1 + buffers), programs=max(1, 16 // warps))
 
 
 def _power_of_two(n: int) -> int:

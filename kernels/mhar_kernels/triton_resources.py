@@ -41,7 +41,12 @@ class Resources:
 
 def resources(call: RouteCall, direction: str, capability: int) -> Resources:
     """Compiles one kernel of the call for that compute capability (80, 90, 100, ...)."""
-    found: list[Resources] = []
+    return machine_code(call, direction, capability)[1]
+
+
+def machine_code(call: RouteCall, direction: str, capability: int) -> tuple[bytes, Resources]:
+    """The cubin of one kernel of the call, and what it takes."""
+    found: list[tuple[bytes, Resources]] = []
 
     def compile_only(signature, inputs, outputs, constants, grid, warps, interpret):
         types = [x if isinstance(x, int) else _POINTERS[x.dtype.name] for x in (*inputs, *outputs)]
@@ -79,7 +84,7 @@ def resources(call: RouteCall, direction: str, capability: int) -> Resources:
     return found[0]
 
 
-def _compile(signature, types, constants, warps: int, capability: int) -> Resources:
+def _compile(signature, types, constants, warps: int, capability: int) -> tuple[bytes, Resources]:
     names = dict(zip(signature.arguments, types, strict=True))
     integers = {n for n, t in names.items() if isinstance(t, int)}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in integers}
@@ -97,7 +102,7 @@ def _compile(signature, types, constants, warps: int, capability: int) -> Resour
     assert found is not None, report
     registers, stack, local = map(int, found.groups())
     narrow = len(re.findall(r"(?:ld|st)\.global\S*\.[bu](?:8|16) ", compiled.asm["ptx"]))
-    return Resources(registers, compiled.metadata.shared, stack + local, warps, len(binary), narrow)
+    return binary, Resources(registers, compiled.metadata.shared, stack + local, warps, len(binary), narrow)
 
 
 def example(n: int, dim: int, heads: int, *, stacked: bool, **changes) -> RouteCall:

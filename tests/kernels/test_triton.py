@@ -124,6 +124,8 @@ def test_the_heuristic_tile_holds_a_row(dim, heads, direction):
     assert tiles * tile.width <= 1.2 * call.head_dim or call.head_dim < 16  # padding wastes little
     lanes = 32 * tile.warps
     assert tiles * tile.width * heads / lanes <= 48  # features a lane
+    single = triton_gpu.tile(dataclasses.replace(call, dtype="float32"), direction)
+    assert single.sources * dim * 4 * (single.stages - 1) <= 99 * 1024  # shared memory of the smallest chips
 
 
 def test_a_tuned_entry_beats_the_heuristic_and_an_explicit_size_beats_both(tmp_path, monkeypatch):
