@@ -4,25 +4,37 @@ import pathlib
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from mhar_jax.config.schema import Config
 from mhar_jax.errors import UserError
 from mhar_jax.models import Decoder
+from mhar_jax.sharding import state_shardings
 
 
-def load_model(path: str | pathlib.Path) -> tuple[Decoder, Config]:
-    """The model and its config, from a directory.
+def load_model(path: str | pathlib.Path, mesh: Mesh | None = None) -> tuple[Decoder, Config]:
+    """The model and its config, from a directory or a GGUF file.
 
     A run directory gives the newest whole checkpoint (the averaged weights, where the run keeps them) and the run's
     config. A Hugging Face directory (`config.json` and safetensors: Llama, Qwen3, or a published routed layout) gives
-    its weights, and a config whose `model` section is the checkpoint's and the rest defaults.
+    its weights, and a config whose `model` section is the checkpoint's and the rest defaults; so does a GGUF file of
+    Llama architecture.
+
+    Args:
+      path: of the directory or file.
+      mesh: lays a run's parameters out over its devices as they are read; None: the first device holds everything.
 
     Raises:
       UserError: neither, or something in it is missing, damaged or unknown.
     """
     directory = pathlib.Path(path)
+    if directory.suffix == ".gguf" and directory.is_file():
+        from mhar_jax.huggingface.gguf import load_gguf
+
+        model, model_config = load_gguf(directory)
+        return model, Config(model=model_config, seq_len=model_config.context, run_dir=str(directory))
     if not directory.is_dir():
-        raise UserError(f"a model is a directory, and {directory} is not one")
+        raise UserError(f"a model is a directory or a .gguf file, and {directory} is neither")
     if (directory / "config.json").is_file():
         from mhar_jax.huggingface import load_huggingface
 
@@ -32,10 +44,11 @@ def load_model(path: str | pathlib.Path) -> tuple[Decoder, Config]:
         from mhar_jax.training.checkpoints import read_params
         from mhar_jax.training.step import model_functions
 
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-
         def shapes(config: Config) -> Any:
             params = jax.eval_shape(lambda: model_functions(config).init(jax.random.key(0)))
+            if mesh is not None:
+                return jax.tree.map(lambda s, h: s.update(sharding=h), params, state_shardings(mesh, params))
+            here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
             return jax.tree.map(lambda s: s.update(sharding=here), params)
 
         config, _, params = read_params(directory, shapes)

@@ -1,0 +1,1 @@
+"""Scoring text, running the lm-evaluation-harness, and the statistics of comparisons."""
