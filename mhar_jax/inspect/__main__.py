@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from mhar_jax.command_line import parser
 from mhar_jax.errors import UserError, command
 from mhar_jax.platforms import prefer_present_hardware
 
@@ -25,37 +26,40 @@ def _not_negative(text: str) -> int:
     return value
 
 
-def parser() -> argparse.ArgumentParser:
+_positive.__name__ = _not_negative.__name__ = "int"  # how argparse and --help call them
+
+
+def arguments_parser() -> argparse.ArgumentParser:
     """Every option, its type and default."""
-    p = argparse.ArgumentParser(
-        prog="python -m mhar_jax.inspect",
-        description="Shows what the depth routing of a trained model does on a text: pictures (PNG and SVG), one HTML "
-        "report that opens without a network, and the numbers as JSON.",
+    p = parser(
+        "inspect",
+        "Shows what the depth routing of a trained model does on a text: pictures (PNG and SVG), one HTML report that "
+        "opens without a network, and the numbers as JSON.",
     )
-    option = lambda name, kind, default, text: p.add_argument(
-        name, type=kind, default=default, metavar=name.strip("-").upper().replace("-", "_"), help=text
-    )
-    p.add_argument("checkpoint", metavar="CHECKPOINT", help="a run directory, or a Hugging Face directory")
-    option("--data", str, None, "file, glob or directory of text (str; default: what the run held out)")
-    option("--out", str, None, "directory for the report (str; default: CHECKPOINT/inspect)")
-    option("--tokens", _positive, 16384, "tokens for the maps (int; default: 16384)")
-    option("--probe-tokens", _positive, 4096, "tokens for the probe of the queries (int; default: 4096)")
-    option("--ablation-tokens", _not_negative, 2048, "tokens for the ablations, 0: none (int; default: 2048)")
-    option("--sample-tokens", _positive, 96, "tokens from the start of the text to look at singly (int; default: 96)")
-    option("--slices", _positive, 4, "slices of a query in the probe (int; default: 4)")
-    option("--draws", _positive, 8, "random queries for the null of the probe (int; default: 8)")
-    option("--matched-sources", _positive, 8, "sources in the matched-count control (int; default: 8)")
-    option("--batch-size", _positive, None, "sequences at once (int; default: about 1024 tokens' worth)")
-    option("--seq-len", _positive, None, "tokens a sequence (int; default: the run's, at most 1024)")
-    option("--tokenizer", str, None, "'bytes' or a tokenizer.json (str; default: the checkpoint's own)")
-    option("--seed", _not_negative, 0, "of the random queries (int; default: 0)")
+    p.add_argument("checkpoint", metavar="CHECKPOINT", help="run directory, Hugging Face directory or .gguf file")
+    for name, kind, default, text in (
+        ("--data", str, None, "file, glob or directory of text; None: what the run held out"),
+        ("--out", str, None, "directory for the report; None: CHECKPOINT/inspect"),
+        ("--tokens", _positive, 16384, "tokens for the maps"),
+        ("--probe-tokens", _positive, 4096, "tokens for the probe of the queries"),
+        ("--ablation-tokens", _not_negative, 2048, "tokens for the ablations; 0: no ablations"),
+        ("--sample-tokens", _positive, 96, "tokens from the start of the text to look at singly"),
+        ("--slices", _positive, 4, "slices of a query in the probe"),
+        ("--draws", _positive, 8, "random queries for the null of the probe"),
+        ("--matched-sources", _positive, 8, "sources in the control with as many sources at every site"),
+        ("--batch-size", _positive, None, "sequences at once; None: about 1024 tokens' worth"),
+        ("--seq-len", _positive, None, "tokens a sequence; None: the run's, at most 1024"),
+        ("--tokenizer", str, None, "'bytes' or a tokenizer.json; None: the checkpoint's own"),
+        ("--seed", _not_negative, 0, "of the random queries"),
+    ):
+        p.add_argument(name, type=kind, default=default, metavar="INT" if kind is not str else "PATH", help=text)
     return p
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; wrong input is one line on standard error and exit code 2."""
-    options = parser().parse_args(arguments)
+    options = arguments_parser().parse_args(arguments)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     for noisy in ("absl", "orbax", "jax", "matplotlib"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
@@ -66,18 +70,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def inspect(options: argparse.Namespace) -> list[pathlib.Path]:
     """The whole report from parsed options; returns its files."""
+    import jax
+
+    from mhar_jax.config.schema import MeshConfig
+    from mhar_jax.inference import open_checkpoint
     from mhar_jax.inspect.ablation import ablate
     from mhar_jax.inspect.figures import Results
     from mhar_jax.inspect.probe import probe
     from mhar_jax.inspect.report import make_out_dir, summary_lines, view_tokens, write_report
     from mhar_jax.inspect.statistics import measure_routing
-    from mhar_jax.inspect.text import read_windows, token_texts, tokenizer_of
+    from mhar_jax.inspect.text import read_windows, token_texts
     from mhar_jax.inspect.walk import Walk
-    from mhar_jax.loading import load_model
+    from mhar_jax.sharding import make_mesh
 
-    model, config = load_model(options.checkpoint)
-    walk = Walk(model)
-    tokenizer = tokenizer_of(options.checkpoint, config, options.tokenizer)
+    one_device = make_mesh(MeshConfig(data=1), jax.local_devices()[:1])
+    checkpoint = open_checkpoint(options.checkpoint, mesh=one_device, tokenizer=options.tokenizer)
+    config, tokenizer = checkpoint.config, checkpoint.tokenizer
+    walk = Walk(checkpoint.model)
+    if options.data is None and not (pathlib.Path(options.checkpoint) / "checkpoints").is_dir():
+        raise UserError(f"{options.checkpoint} is no run that held out a text of its own; name a text with --data")
     seq_len = options.seq_len or min(config.seq_len, 1024)
     if seq_len > config.model.context:
         raise UserError(f"--seq-len must not exceed the model's context {config.model.context}, got {seq_len}")

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from mhar_jax.inspect.ablation import Ablation
 from mhar_jax.inspect.maps import ATTENTION, LINES, MLP, OTHER, Panel, draw_maps, new_chart, strongest, styled
 from mhar_jax.inspect.probe import LAYOUTS, Probe
-from mhar_jax.inspect.statistics import Routing
+from mhar_jax.inspect.statistics import Routing, finite_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,13 +148,19 @@ def profile(results: Results) -> Picture:
                     layers, values[chosen, h], color=LINES[h % 8], linewidth=0.8, alpha=0.8, label=f"head {h + 1}"
                 )
             axes.plot(
-                layers, _nanmean(values[chosen]), color=colour, linewidth=2.2, marker="o", markersize=3, label="mean"
+                layers,
+                finite_mean(values[chosen], -1),
+                color=colour,
+                linewidth=2.2,
+                marker="o",
+                markersize=3,
+                label="mean",
             )
             final = ~(r.attention_sites | r.mlp_sites)
             if column == 1 and final.any():
                 x = layers[-1] + 1
                 axes.plot([x] * values.shape[1], values[final][0], ".", color=OTHER, markersize=4)
-                axes.plot([x], _nanmean(values[final]), "D", color=OTHER, markersize=5, label="final site")
+                axes.plot([x], finite_mean(values[final], -1), "D", color=OTHER, markersize=5, label="final site")
             if uniform is not None:
                 axes.plot(layers, uniform[chosen], color="black", linestyle="--", linewidth=0.8, label="equal weights")
             axes.set_ylim(-0.02, 1.02)
@@ -262,7 +268,7 @@ def probe_by_site(results: Results) -> Picture:
     several = p.counts > 1
     x = np.flatnonzero(several)
     for layout, colour in zip(LAYOUTS, (LINES[0], LINES[4]), strict=True):
-        values = _nanmean(p.disagreement[layout])  # [1 + R, S]
+        values = finite_mean(p.disagreement[layout], -1)  # [1 + R, S]
         left.plot(x, values[0][several], color=colour, marker="o", markersize=3, label=f"trained, {layout}")
         if layout == "contiguous" and p.draws:
             mean, sd = values[1:].mean(0)[several], values[1:].std(0, ddof=min(1, p.draws - 1))[several]
@@ -350,9 +356,14 @@ def mass_against_loss(results: Results) -> Picture:
     span = float(np.abs(change[valid]).max()) if valid.any() else 1.0
     if span > 20 * a.noise > 0:
         axes.set_yscale("symlog", linthresh=a.noise)
+    if valid.any():
+        low, high = float(change[valid].min()), float(change[valid].max())
+        room = max(a.noise, 0.1 * span)
+        axes.set_ylim(min(low * 1.3, 0) - min(room, a.noise), high * 1.5 if high > 0 else room)
+        axes.set_xlim(0, 1.04 * float(mass[valid].max()))
     axes.set_xlabel("mean depth weight", fontsize=8)
     axes.set_ylabel("change in loss without it, nats a token", fontsize=8)
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="lower right")
     axes.grid(alpha=0.25, linewidth=0.5)
     strong = np.argsort(-np.where(valid, change, -np.inf), axis=None)[:3]
     for flat in strong[np.isfinite(change.ravel()[strong])]:
@@ -361,7 +372,8 @@ def mass_against_loss(results: Results) -> Picture:
             f"{r.sites[site]} reads {r.columns[source]}",
             (mass[site, source], change[site, source]),
             textcoords="offset points",
-            xytext=(5, 3),
+            xytext=(5, 3) if mass[site, source] < 0.6 * mass[valid].max() else (-5, 3),
+            ha="left" if mass[site, source] < 0.6 * mass[valid].max() else "right",
             fontsize=6,
         )
     return Picture("mass_and_loss", figure, "Points far to the right and low are read much and needed little.")
@@ -469,14 +481,8 @@ def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
 def _log_if_wide(axes, values: np.ndarray) -> None:
     """A symmetric logarithm where the largest change would hide the rest."""
     sizes = np.abs(values[np.isfinite(values)])
-    if sizes.size and sizes.max() > 30 * np.median(sizes) > 0:
+    if sizes.size and sizes.max() > 15 * np.median(sizes) > 0:
         axes.set_yscale("symlog", linthresh=max(float(np.median(sizes)), 1e-4))
-
-
-def _nanmean(x: np.ndarray) -> np.ndarray:
-    """The mean over the last axis of what is not NaN; NaN where all is."""
-    there = np.isfinite(x)
-    return np.where(there.any(-1), np.where(there, x, 0).sum(-1) / np.maximum(there.sum(-1), 1), np.nan)
 
 
 def _over_heads(r: Routing) -> str:

@@ -51,7 +51,6 @@ def draw_maps(
     limit: float,
     signed: bool = False,
     number: str = ".2f",
-    across: int = 4,
     xlabel: str = "source: what is read",
     beyond: bool = False,
 ) -> Figure:
@@ -64,7 +63,6 @@ def draw_maps(
       limit: the value at the end of the scale.
       signed: the scale goes from -limit to limit.
       number: format of the values written into the cells of a single, small map.
-      across: panels in a row at most.
       beyond: some values lie outside the scale.
     """
     count = max(len(columns), max(len(p.rows) for p in panels))
@@ -72,7 +70,7 @@ def draw_maps(
     cell = _cell(count, alone)
     font = min(8.0, max(4.2, 62 * cell * (0.75 if alone else 1)))
     every = max(1, int(np.ceil(1.25 * font / 72 / cell)))  # so many cells hold a line of text
-    across = min(across, len(panels))
+    across = min(4 if len(columns) <= 28 else 2, len(panels))
     down = -(-len(panels) // across)
     gap, left, right = 0.18, 0.36 + 0.072 * font * _longest(panels[0].rows) / 8, 0.95
     below = 0.14 + 0.068 * font * _longest(columns) / 8
@@ -85,8 +83,7 @@ def draw_maps(
     with styled():
         figure = Figure((width, height), dpi=160)
     norm = _norm(limit, signed, len(columns))
-    colours = matplotlib.colormaps[DIFFERENCES if signed else AMOUNTS].copy()
-    colours.set_bad(ABSENT)
+    colours = matplotlib.colormaps[DIFFERENCES if signed else AMOUNTS].with_extremes(bad=ABSENT)
     image = None
     y = height - top
     for row in range(down):
@@ -171,7 +168,7 @@ def _cell(count: int, alone: bool) -> float:
     """Inches of a cell."""
     if alone:
         return 0.38 if count <= 14 else 0.32 if count <= 28 else 0.2 if count <= 50 else 0.15
-    return 0.24 if count <= 12 else 0.14 if count <= 28 else 0.08 if count <= 50 else 0.062
+    return 0.24 if count <= 12 else 0.14 if count <= 28 else 0.09 if count <= 50 else 0.07
 
 
 def _norm(limit: float, signed: bool, columns: int) -> Normalize:

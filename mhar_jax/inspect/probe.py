@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mhar_jax.errors import UserError
+from mhar_jax.inspect.statistics import finite_mean
 from mhar_jax.inspect.text import Windows
 from mhar_jax.inspect.walk import HIGHEST, SiteInput, Walk, inverse_rms, stack_sources, support
 
@@ -63,7 +64,7 @@ class Probe:
         if not counted.any():
             nothing = float("nan")
             return Summary(nothing, nothing, nothing, nothing, nothing, 0)
-        by_site = np.nanmean(values[:, counted], axis=2)  # [1 + R, sites]
+        by_site = finite_mean(values[:, counted], 2)  # [1 + R, sites]
         trained, null = by_site[0].mean(), by_site[1:].mean(axis=1)
         sd = float(null.std(ddof=1)) if len(null) > 1 else float("nan")
         return Summary(
@@ -83,8 +84,8 @@ class Probe:
         }
         per_site = {
             layout: {
-                "trained": _plain(_head_mean(self.disagreement[layout][0])),
-                "null": _plain(_head_mean(self.disagreement[layout][1:].mean(axis=0))),
+                "trained": _plain(finite_mean(self.disagreement[layout][0], -1)),
+                "null": _plain(finite_mean(self.disagreement[layout][1:].mean(axis=0), -1)),
             }
             for layout in LAYOUTS
         }
@@ -97,7 +98,7 @@ class Probe:
             "matched_sources": self.matched_sources,
             **numbers,
             "source_collinearity": {
-                "mean": float(np.nanmean(self.cosine)) if np.isfinite(self.cosine).any() else None,
+                "mean": _plain(finite_mean(self.cosine)[None])[0],
                 "last_site": _plain(self.cosine[-1:])[0],
             },
             "largest_head_deviation": {
@@ -124,7 +125,7 @@ class Probe:
                     )
                 else:
                     rows.append(f"| {name} | – | – | – | 0 |")
-        cosine = np.nanmean(self.cosine) if np.isfinite(self.cosine).any() else np.nan
+        cosine = float(finite_mean(self.cosine))
         return "\n".join(rows) + (
             f"\n\n± after a null: standard deviation over {self.draws} draws; after an excess: that over "
             f"√{self.draws}. {self.tokens:,} tokens. Mean cosine between two sources of a site: {cosine:.3f}."
@@ -257,10 +258,6 @@ def _cosine(given: SiteInput, counts: jax.Array) -> jax.Array:
 def _over_tokens(x: jax.Array, counts: jax.Array) -> jax.Array:
     """The sum over [B, T, ...] of tokens that count."""
     return jnp.sum(jnp.where(counts.reshape(*counts.shape, *[1] * (x.ndim - 2)), x, 0), axis=(0, 1))
-
-
-def _head_mean(x: np.ndarray) -> np.ndarray:
-    return np.nanmean(x, axis=-1)
 
 
 def _plain(x: np.ndarray) -> list[float | None]:

@@ -17,7 +17,7 @@ from mhar_jax.errors import UserError, writing
 from mhar_jax.inspect.figures import Results, pictures
 from mhar_jax.inspect.maps import AMOUNTS, DIFFERENCES, save, strongest
 from mhar_jax.inspect.probe import Probe
-from mhar_jax.inspect.statistics import Routing
+from mhar_jax.inspect.statistics import Routing, finite_mean
 from mhar_jax.inspect.walk import Walk
 
 _TEMPLATE = pathlib.Path(__file__).with_name("report.html")
@@ -134,13 +134,13 @@ def summary_lines(results: Results) -> list[tuple[str, str]]:
         ("loss on this text", f"{r.loss:.4f} nats a token, {r.tokens:,} tokens"),
         (
             "entropy of the depth weights",
-            f"{_finite_mean(r.normalized_entropy):.3f} of the most there can be (1: all sources alike), "
+            f"{finite_mean(r.normalized_entropy):.3f} of the most there can be (1: all sources alike), "
             "sites with more than one source",
         ),
     ]
     several = r.counts > 1
     for kind in ("newest", "embedding", "null"):
-        mass = _finite_mean(r.mass(kind)[several])
+        mass = finite_mean(r.mass(kind)[several])
         if np.isfinite(mass):
             equal = float(np.mean(1 / r.counts[several]))
             lines.append((f"weight on the {kind} source", f"{mass:.3f} (equal weights: {equal:.3f})"))
@@ -177,8 +177,8 @@ def _page(results: Results, view: TokenView, figures: str) -> str:
         subtitle=html.escape(f"{results.title}. Text: {results.text}."),
         numbers=rows,
         interactive_caption=html.escape(
-            f"Depth weights, dimensionless; average over {r.tokens:,} tokens of {results.text}; tokens to 1/255: "
-            f"{len(view.texts)} tokens from the start of the text. Grey: no such source."
+            f"Depth weights, dimensionless; average over {r.tokens:,} tokens of {results.text}; single tokens: "
+            f"the first {len(view.texts)} of the text, weights to 1/255. Grey: no such source."
         ),
         open=" open" if len(r.sites) <= 30 else "",
         sites=len(r.sites),
@@ -247,7 +247,3 @@ def _nested(x: np.ndarray) -> Any:
     if x.ndim == 0:
         return float(x) if np.isfinite(x) else None
     return [_nested(part) for part in x]
-
-
-def _finite_mean(x: np.ndarray) -> float:
-    return float(x[np.isfinite(x)].mean()) if np.isfinite(x).any() else float("nan")

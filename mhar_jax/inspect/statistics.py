@@ -30,7 +30,7 @@ class Routing:
     @property
     def head_mean(self) -> np.ndarray:
         """[S, N]: the weights averaged over softmaxes."""
-        return _mean(self.weight, 2)
+        return finite_mean(self.weight, 2)
 
     @property
     def deviation(self) -> np.ndarray:
@@ -136,7 +136,8 @@ def _energies(read: jax.Array, stream: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.stack([jnp.sum(jnp.where(mask[..., None], x * x, 0)) for x in wide])
 
 
-def _mean(x: np.ndarray, axis: int) -> np.ndarray:
+def finite_mean(x: np.ndarray, axis: int | None = None) -> np.ndarray:
     """The mean of what is not NaN; NaN where all is."""
     there = np.isfinite(x)
-    return np.where(there.any(axis), np.where(there, x, 0).sum(axis) / np.maximum(there.sum(axis), 1), np.nan)
+    count = there.sum(axis)
+    return np.where(count > 0, np.where(there, x, 0).sum(axis) / np.maximum(count, 1), np.nan)

@@ -2,13 +2,12 @@
 
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Iterator
 
 import numpy as np
 
 from mhar_jax.config.schema import Config
-from mhar_jax.data import load_tokenizer, make_eval_batches
+from mhar_jax.data import make_eval_batches
 from mhar_jax.data.corpus import RawText, TokenCorpus, load_text
 from mhar_jax.data.files import is_prepared
 from mhar_jax.data.shards import open_prepared
@@ -34,29 +33,6 @@ class Windows:
         per_batch = self.mask[0].size
         batches = max(1, -(-tokens // per_batch))
         return dataclasses.replace(self, tokens=self.tokens[:batches], mask=self.mask[:batches])
-
-
-def tokenizer_of(checkpoint: str | pathlib.Path, config: Config, given: str | None) -> Tokenizer:
-    """The tokenizer of a checkpoint: the one given, the Hugging Face directory's own, or the run's.
-
-    Raises:
-      UserError: it cannot be read, or has more ids than the model has rows.
-    """
-    own = pathlib.Path(checkpoint) / "tokenizer.json"
-    if given is not None:
-        spec, eos = given, None
-    elif own.is_file():
-        spec, eos = str(own), None
-    else:
-        spec, eos = config.data.tokenizer, config.data.eos_token
-    tokenizer = load_tokenizer(spec, eos)
-    rows = config.model.vocab_size or 0
-    if tokenizer.vocab_size > rows:
-        raise UserError(
-            f"the tokenizer {spec} has {tokenizer.vocab_size} ids and the model only {rows}; "
-            "name the checkpoint's own with --tokenizer"
-        )
-    return tokenizer
 
 
 def read_windows(

@@ -51,7 +51,7 @@ class SiteInput(NamedTuple):
     null_source: jax.Array | None  # [D]
     gate: jax.Array | None  # scalar
     sources: tuple[jax.Array, ...]  # [B, T, D] each, without the null source, padded with zeros
-    present: jax.Array  # int32: how many of [null, *sources] are real
+    present: np.int32  # how many of [null, *sources] are real
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +93,7 @@ class Walk:
             functools.partial(_read_site, eps=config.norm_eps), static_argnames=("grouped", "with_weights")
         )
         self._finish = jax.jit(self._row_losses)
+        self._zeros: dict[Any, jax.Array] = {}
         self._queries = [self._expand(i) for i in range(len(self.shapes))]
         self._unedited = [self.no_edit(i) for i in range(len(self.shapes))]
 
@@ -196,11 +197,11 @@ class Walk:
     def _input(self, site: int, row: Site, sources: Sequence[jax.Array]) -> SiteInput:
         real = len(sources) + (row.null_source is not None)
         assert real == len(self.shapes[site].sources), (site, real)
-        padding = self.max_sources - real
-        padded = (*sources, *([jnp.zeros_like(sources[0])] * padding))
-        return SiteInput(
-            self._queries[site], row.norm_scale, row.null_source, row.gate, padded, jnp.asarray(real, jnp.int32)
-        )
+        key = (sources[0].shape, sources[0].dtype)
+        if key not in self._zeros:  # made once: thousands of ablations read thousands of sites
+            self._zeros = {key: jnp.zeros(*key)}
+        padded = (*sources, *([self._zeros[key]] * (self.max_sources - real)))
+        return SiteInput(self._queries[site], row.norm_scale, row.null_source, row.gate, padded, np.int32(real))
 
     def _expand(self, site: int) -> jax.Array:
         query = jnp.asarray(self.rows[site].query, jnp.float32)
