@@ -305,7 +305,7 @@ def _damage_is_skipped(checkpoint: pathlib.Path, skipped: list[int], step: int) 
 
 def _reason(error: Exception) -> str:
     """What an error of Orbax or TensorStore says, without its page of details: the operating system's words if any."""
-    if found := re.search(r"OS error (\d+)", str(error)):
+    if found := re.search(r"os.error(?:_code=')? ?(\d+)", str(error), re.IGNORECASE):
         return os.strerror(int(found[1]))
     if isinstance(error, OSError) and error.strerror:
         return error.strerror

@@ -1,5 +1,6 @@
 """Where numbers go while training: JSON lines, TensorBoard, Weights & Biases, and a progress bar."""
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -34,14 +35,18 @@ class MetricsWriter:
           UserError: an output cannot be written.
         """
         self.path = run_dir / "metrics.jsonl"
-        with writing("metrics", self.path):
-            _keep_lines_until(self.path, start_step)
-            self._file = self.path.open("ab", buffering=0)
         self._tensorboard: EventFile | None = None
         self._wandb: Any = None
         if config.log.tensorboard:
             with writing("TensorBoard events", run_dir / "tensorboard"):
                 self._tensorboard = EventFile(run_dir / "tensorboard", first_step=start_step + 1)
+        with contextlib.ExitStack() as undo:
+            if self._tensorboard is not None:
+                undo.callback(self._tensorboard.close)
+            with writing("metrics", self.path):
+                _keep_lines_until(self.path, start_step)
+                self._file = self.path.open("ab", buffering=0)
+            undo.pop_all()
         if config.log.wandb_project is not None:
             import wandb
 
@@ -86,8 +91,13 @@ class EventFile:
         now = time.time()
         self.path = directory / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
         self._file = self.path.open("ab", buffering=0)
-        self._append(Event(wall_time=now, file_version="brain.Event:2"))
-        self._append(Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        start = Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START))
+        try:
+            for event in (Event(wall_time=now, file_version="brain.Event:2"), start):
+                self._append(event)
+        except OSError:
+            self._file.close()
+            raise
 
     def write(self, step: int, values: dict[str, float]) -> None:
         """One scalar for each value."""

@@ -9,7 +9,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -203,7 +203,7 @@ def here(preset, monkeypatch, capfd) -> Callable[..., Outcome]:
 def start(preset, compilation_cache) -> Callable[..., subprocess.Popen[str]]:
     """Starts train.py in a process of its own, on one CPU device unless told otherwise."""
     running: list[subprocess.Popen[str]] = []
-    environment = {
+    ours = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
@@ -211,14 +211,19 @@ def start(preset, compilation_cache) -> Callable[..., subprocess.Popen[str]]:
         "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
     }
 
-    def run(*arguments: str, devices: int = 1, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    def run(
+        *arguments: str,
+        devices: int = 1,
+        file_limit: int | None = None,  # KiB
+        environment: Mapping[str, str] = {},
+    ) -> subprocess.Popen[str]:
+        limited = [] if file_limit is None else ["bash", "-c", f'ulimit -f {file_limit}; exec "$0" "$@"']
         process = subprocess.Popen(
-            [sys.executable, str(ROOT / "train.py"), str(preset), *arguments],
-            env={**environment, "JAX_NUM_CPU_DEVICES": str(devices)},
+            [*limited, sys.executable, str(ROOT / "train.py"), str(preset), *arguments],
+            env={**ours, "JAX_NUM_CPU_DEVICES": str(devices), **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=before,
         )
         running.append(process)
         return process
