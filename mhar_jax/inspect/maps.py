@@ -149,6 +149,9 @@ def save(figure: Figure, path: pathlib.Path) -> str:
       UserError: they cannot be written.
     """
     with styled():
+        if figure.get_layout_engine() is not None:  # laid out once, for both formats
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
         vector = io.StringIO()
         figure.savefig(vector, format="svg", metadata={"Date": None, "Creator": None})
         with writing("a picture", path.with_suffix(".svg")):
