@@ -155,8 +155,11 @@ def tools() -> Tools:
 
 @pytest.fixture(scope="session")
 def compilation_cache(tmp_path_factory) -> pathlib.Path:
-    """Where compiled programs are kept for the session."""
-    return tmp_path_factory.mktemp("compiled")
+    """Where compiled programs are kept for the session, by all its worker processes."""
+    base = tmp_path_factory.getbasetemp()
+    path = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "compiled"
+    path.mkdir(exist_ok=True)
+    return path
 
 
 @pytest.fixture(autouse=True)
