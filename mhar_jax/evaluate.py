@@ -72,7 +72,8 @@ def _text(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any]
     from mhar_jax.evaluation.statistics import bootstrap_ratio
     from mhar_jax.evaluation.text import score_documents
 
-    placed, summary = checkpoint.placed(), {}
+    placed = checkpoint.placed()
+    summary: dict[str, Any] = {}
     if options.text is not None:
         documents = read_documents(
             options.text, options.format, options.text_field, limit=options.limit, whole_files=options.whole_files

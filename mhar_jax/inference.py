@@ -108,7 +108,7 @@ def open_checkpoint(
     *,
     mesh: Mesh | None = None,
     tokenizer: str | None = None,
-    compute_dtype: str | None = None,
+    compute_dtype: Any = None,
     variant: str | None = None,
 ) -> Checkpoint:
     """A run directory, a Hugging Face directory or a GGUF file, with its tokenizer.
@@ -117,7 +117,7 @@ def open_checkpoint(
       path: of the checkpoint.
       mesh: the devices it will run on; None: all, along `data`.
       tokenizer: "bytes" or a path; None: the run's, the directory's tokenizer.json, or the one inside the file.
-      compute_dtype: replaces the model's.
+      compute_dtype: name of a dtype that replaces the model's.
       variant: the variant that the checkpoint must be of; None: any.
 
     Raises:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mhar_kernels import kernel_call, reference, xla
-from mhar_kernels.contract import RouteArrays, RouteCall
+from mhar_kernels.contract import RouteArrays, RouteCall, Sources
 from mhar_kernels.errors import UnsupportedInputError
 from mhar_kernels.target import current_platform
 from mhar_kernels.twofloat import two_prod
@@ -141,7 +141,7 @@ def _reference(call: RouteCall, arrays: RouteArrays):
 
 def _flat_parameters(arrays: RouteArrays) -> RouteArrays:
     return arrays._replace(
-        query=kernel_call.as_float32(arrays.query),
+        query=arrays.query.astype(jnp.float32),
         null_source=kernel_call.as_float32(arrays.null_source),
         gate=kernel_call.as_float32(arrays.gate),
     )
@@ -252,6 +252,7 @@ def _validate(
         residual = residual.reshape(-1, dim) if residual.size else residual.reshape(0, dim)
 
     tokens = math.prod(lead)
+    flat: Sources
     if stacked:
         flat = array.reshape(count, tokens, dim)
     else:

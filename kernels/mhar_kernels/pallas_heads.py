@@ -12,6 +12,7 @@ with one value a row and head (logits, weights) are `Entries`, in one of two lay
   six.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -107,7 +108,10 @@ class Heads:
                 zeros = jnp.zeros((values.shape[0], padded_heads - self.num_heads), values.dtype)
                 values = jnp.concatenate([values, zeros], axis=-1)
             groups = [
-                sum(_dot(part, membership, ((1,), (1,))) for part in bfloat16_parts(values[:, g : g + LANES]))
+                functools.reduce(
+                    jnp.add,
+                    (_dot(part, membership, ((1,), (1,))) for part in bfloat16_parts(values[:, g : g + LANES])),
+                )
                 for g in range(0, padded_heads, LANES)
             ]
             per_group = self.group // LANES

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from mhar_kernels.pallas_plan import Plan
 
-Ref = Any  # a Pallas reference; JAX has no public type for it
+Ref = Any  # a Pallas reference, or None where a call has none; JAX has no public type for it
 Index = jax.Array | int
 
 

@@ -51,20 +51,20 @@ def score(
     wide = source.astype(jnp.float32)
     if source.dtype == jnp.float32:
         mean_square = twofloat.divide(twofloat.sum_last(twofloat.two_prod(wide, wide)), source.shape[-1])
-        inverse_rms = twofloat.inverse_rms(mean_square, eps)
+        exact_rms = twofloat.inverse_rms(mean_square, eps)
         s, q = _heads(wide, num_heads)[None], _per_site(_heads(queries, num_heads), source.ndim)
         terms = twofloat.two_prod(*jnp.broadcast_arrays(s, q))
         if low is not None:
             terms = twofloat.two_sum(terms.high, terms.low + s * _per_site(_heads(low, num_heads), source.ndim))
         dot = twofloat.sum_last(terms)
-        scale = twofloat.Pair(*(jnp.broadcast_to(x[None, ..., None], dot.high.shape) for x in inverse_rms))
+        scale = twofloat.Pair(*(jnp.broadcast_to(x[None, ..., None], dot.high.shape) for x in exact_rms))
         logit = twofloat.multiply(dot, scale)
-        return inverse_rms.high, Logits(logit.high[None], logit.low[None])
+        return exact_rms.high, Logits(logit.high[None], logit.low[None])
     inverse_rms = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1) + eps)
-    dot = jnp.einsum(
+    product = jnp.einsum(
         "...hk,shk->s...h", _heads(wide, num_heads), _heads(queries, num_heads), precision=jax.lax.Precision.HIGHEST
     )
-    return inverse_rms, Logits((dot * inverse_rms[None, ..., None])[None], None)
+    return inverse_rms, Logits((product * inverse_rms[None, ..., None])[None], None)
 
 
 def mix(sources: jax.Array, logits: Logits, before: Partial | None = None) -> Partial:

@@ -41,7 +41,7 @@ def _route(call: RouteCall, arrays: RouteArrays) -> tuple[jax.Array, jax.Array]:
     if arrays.null_source is not None:  # one row for all tokens: its logits are made once and broadcast
         parts.append(arrays.null_source.astype(wide)[None, None])
     if call.num_sources:
-        sources = arrays.sources if call.stacked else jnp.stack(arrays.sources)
+        sources = arrays.sources if isinstance(arrays.sources, jax.Array) else jnp.stack(arrays.sources)
         parts.append(sources.astype(wide))
     tokens_of = lambda x: jnp.broadcast_to(x, (x.shape[0], call.tokens, call.num_heads))
     pairs = [logits(part) for part in parts]

@@ -89,9 +89,13 @@ class HarnessModel(TemplateLM):
         return found
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self,
+        requests: Sequence[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **options: Any,
     ) -> list[tuple[float, bool]]:
-        sequences, scored = [], []
+        sequences: list[np.ndarray] = []
+        scored: list[int] = []
         for (_, continuation), context_ids, continuation_ids in requests:
             if len(continuation_ids) > self._context:
                 raise UserError(

@@ -130,5 +130,6 @@ def compute_equivalent_gain(
         again = fit_power_law(c, base + sigma * rng.standard_normal(base.shape), floor=floor, near=law)
         drawn.append(factor(again, other + sigma * rng.standard_normal(other.shape)))
     low, high = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2], axis=0, method="nearest")
-    factors = [Estimate(*map(float, row), level) for row in zip(factor(law, other), low, high, strict=True)]
+    rows = zip(factor(law, other), low, high, strict=True)
+    factors = [Estimate(float(value), float(a), float(b), level) for value, a, b in rows]
     return Gain(law, factors, WARNING)

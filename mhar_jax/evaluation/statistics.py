@@ -27,7 +27,7 @@ class MeanStd(NamedTuple):
 
     mean: float
     std: float  # with n - 1 in the denominator; NaN for one
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody needs here
 
 
 def tail_mean(losses: Sequence[float], count: int = TAIL) -> float:

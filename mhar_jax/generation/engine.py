@@ -1,6 +1,7 @@
 """Tokens from prompts: one compiled prefill and one compiled decode step for each bucket of shapes."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,9 @@ class TokenGenerator:
         """`vocabulary`: tokens from here on are never drawn (rows of the embedding beyond the tokenizer)."""
         self.config = placed.config
         self._placed = placed
-        self._vocabulary = vocabulary or placed.config.vocab_size
+        rows = placed.config.vocab_size
+        assert rows is not None, "a built model has a vocabulary"
+        self._vocabulary: int = vocabulary or rows
         self._prefill = placed.jit("prefill", self._first, static_argnames=("slots", "method"))
         self._decode = placed.jit("decode", self._next, static_argnames=("method",), donate_argnums=1)
 
@@ -37,7 +40,7 @@ class TokenGenerator:
         longest = max(len(row) for row in rows)
         steps = min(max_tokens, self.config.context - min(len(row) for row in rows))
         length = bucket(longest, self.config.context)
-        slots = max(length, bucket(longest + max_tokens, self.config.context))
+        slots = bucket(length + max_tokens, self.config.context)  # from the bucket: one shape for all its prompts
         batch = self._placed.rows(len(rows))
         tokens, counts = np.zeros((batch, length), np.int32), np.ones(batch, np.int32)
         for i, row in enumerate(rows):
@@ -50,7 +53,7 @@ class TokenGenerator:
                 new, cache = self._decode(cache, new, np.int32(step), *how, method=sampling.method)
             yield np.asarray(current)[: len(rows)]
 
-    def _how(self, sampling: Sampling, batch: int) -> tuple[np.ndarray, ...]:
+    def _how(self, sampling: Sampling, batch: int) -> tuple[Any, ...]:
         top_k = self._vocabulary if sampling.top_k is None else min(sampling.top_k, self._vocabulary)
         return (
             ((sampling.seed + np.arange(batch, dtype=np.int64)) % 2**31).astype(np.uint32),

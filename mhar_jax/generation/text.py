@@ -149,7 +149,7 @@ def complete(
     ids = [tokenizer.encode(p) if isinstance(p, str) else np.asarray(p) for p in prompts]
     context = generator.config.context
     rows = [_Row(tokenizer, p, stop, min(max_tokens, context - len(p)), context - len(p) < max_tokens) for p in ids]
-    for tokens in generator.steps(ids, max_tokens, sampling or Sampling()):
+    for tokens in generator.steps([p.tolist() for p in ids], max_tokens, sampling or Sampling()):
         for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             new = row.push(token)
             if new and on_text is not None:

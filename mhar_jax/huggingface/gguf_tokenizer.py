@@ -30,7 +30,7 @@ def gguf_tokenizer(path: str | Path) -> HuggingFaceTokenizer:
     tokens = file.field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
     implementation = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    byte_level: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if split in _DIGITS_ALONE:
         byte_level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     implementation.pre_tokenizer = byte_level
