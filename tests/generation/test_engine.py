@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from inference_helpers import placed, tiny_model
 from mhar_jax.config.schema import MeshConfig
@@ -15,6 +16,7 @@ from mhar_jax.generation.sampling import draw
 from mhar_jax.huggingface import load_huggingface
 from mhar_jax.inference import bucket, check_tokens
 from mhar_jax.sharding import make_mesh
+from model_helpers import jit
 
 HF = Path(__file__).parent.parent / "fixtures" / "hf"
 PROMPTS = [list(b"It is a truth"), [65], list(b"universally acknowledged, that")]
@@ -38,14 +40,17 @@ def test_greedy_on_the_given_models(name):
 
 
 def test_greedy_equals_whole_passes(generator):
-    model = tiny_model()
+    graph, state = nnx.split(tiny_model())
+    logits = jit(lambda state, tokens: nnx.merge(graph, state)(tokens))
     row = list(PROMPTS[0])
     for token in tokens(generator, [row], 6)[0]:
-        assert token == int(jnp.argmax(model(jnp.array([row]))[0, -1]))
+        padded = np.zeros((1, 32), np.int32)
+        padded[0, : len(row)] = row
+        assert token == int(jnp.argmax(logits(state, padded)[0, len(row) - 1]))
         row.append(int(token))
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5}, {"temperature": 1.5, "top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "top_k": 20, "top_p": 0.9}])
 def test_a_batch_equals_its_prompts_one_by_one(generator, sampling):
     together = tokens(generator, PROMPTS, 10, **sampling, seed=3)
     for i, prompt in enumerate(PROMPTS):
@@ -95,7 +100,7 @@ def test_draws_follow_the_probabilities():
 
 def test_rows_of_the_embedding_beyond_the_tokenizer_are_never_drawn():
     generator = TokenGenerator(placed(tiny_model()), vocabulary=5)
-    for sampling in ({}, {"temperature": 100.0}, {"temperature": 100.0, "top_k": 200}):
+    for sampling in ({}, {"temperature": 100.0, "top_k": 200}):
         assert tokens(generator, [[1, 2]], 8, **sampling).max() < 5
 
 

@@ -1,0 +1,157 @@
+"""python -m mhar_jax.compare RUN_A RUN_B ...: training runs, or results of evaluations, against the first one."""
+
+import argparse
+import itertools
+import math
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from mhar_jax.command_line import parser
+from mhar_jax.errors import UserError, command
+from mhar_jax.platforms import prefer_present_hardware
+
+
+def _parser() -> argparse.ArgumentParser:
+    p = parser(
+        "compare",
+        "Compare run directories (tail-means, paired differences, seeds), or files that mhar_jax.evaluate --out wrote "
+        "(exact McNemar tests and paired bootstraps over items). The first one is the baseline.",
+    )
+    p.add_argument("paths", metavar="RUN", nargs="+", help="run directories, or files of results; at least two")
+    p.add_argument("--require-paired", action="store_true", help="exit with code 2 unless every comparison is paired")
+    p.add_argument("--gain", action="store_true", help="also the compute-equivalent gain, from runs at several scales")
+    p.add_argument(
+        "--sigma", metavar="FLOAT", type=float, default=0.005, help="standard deviation of a loss for --gain, nats"
+    )
+    return p
+
+
+@command
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the command; wrong input is one line on standard error and exit code 2."""
+    options = _parser().parse_args(arguments)
+    if len(options.paths) < 2:
+        raise UserError("give at least two runs or two files of results to compare")
+    if len(set(options.paths)) < len(options.paths):
+        raise UserError("a run or file is given twice")
+    prefer_present_hardware()
+    files = [pathlib.Path(path).is_file() for path in options.paths]
+    if all(files):
+        reasons = _compare_results(options.paths)
+    elif any(files):
+        raise UserError("give either run directories or files of results, not both")
+    else:
+        reasons = _compare_runs(options.paths, options)
+    if reasons and options.require_paired:
+        raise UserError(f"not paired: {reasons[0]}")
+
+
+def _compare_runs(paths: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """Prints the table and the differences; returns why some of them are not paired."""
+    from mhar_jax.evaluation.runs import compare_runs, read_run, what_is_compared
+    from mhar_jax.evaluation.statistics import TAIL
+
+    runs = [read_run(path) for path in paths]
+    comparisons = compare_runs(runs)
+    names = dict(zip(paths, _letters(), strict=False))
+    rows = [["", "run", "variant", "seed", "peak lr", "evaluations", "last", f"tail-mean ({TAIL})"]]
+    for path, run in zip(paths, runs, strict=True):
+        steps = f"{len(run.evaluations)} to step {run.evaluations[-1].step}"
+        model, few = run.config.model, len(run.evaluations) < TAIL
+        tail = f"{run.tail:.4f}" + (f" (of {len(run.evaluations)})" if few else "")
+        peak_lr, last = f"{run.config.optimizer.peak_lr:g}", f"{run.evaluations[-1].loss:.4f}"
+        rows.append([names[path], path, model.variant, str(run.config.seed), peak_lr, steps, last, tail])
+    _print_table(rows)
+    name_of = {id(run): names[path] for path, run in zip(paths, runs, strict=True)}
+    reasons: list[str] = []
+    for comparison in comparisons:
+        print()
+        for d in comparison.differences:
+            pair = f"{name_of[id(d.second)]} - {name_of[id(d.first)]}"
+            if d.reasons:
+                print(f"{pair}   NOT PAIRED: {'; '.join(d.reasons)}")
+                print(f"        tail-means differ by {d.tail:+.4f}, which other data or schedules may have made")
+                reasons += d.reasons
+                continue
+            each = d.by_evaluation
+            spread = "" if math.isnan(each.std) else f" ± {each.std:.4f} from one evaluation to another"
+            print(f"{pair}   paired: {d.tail:+.4f}{spread}; compared: {what_is_compared(d.first, d.second)}")
+        over = comparison.over_seeds
+        if over is not None and over.count > 1:
+            print(f"        {over.mean:+.4f} ± {over.std:.4f} over {over.count} seeds (mean ± standard deviation)")
+        elif over is not None:
+            print("        one seed: how far another seed would move this is not known; run three")
+    if options.gain:
+        _gain(runs, options.sigma)
+    return reasons
+
+
+def _gain(runs, sigma: float) -> None:
+    """The compute-equivalent gain of every variant over the first run's."""
+    from mhar_jax.evaluation.power_law import compute_equivalent_gain
+    from mhar_jax.evaluation.statistics import mean_std
+
+    scales: dict[str, dict] = {}
+    for run in runs:
+        scales.setdefault(run.config.model.variant, {}).setdefault(run.shape, []).append(run)
+    first = runs[0].config.model.variant
+    baseline = scales.pop(first)
+    if not scales:
+        raise UserError("--gain needs runs of two variants")
+    for variant, by_shape in scales.items():
+        shapes = sorted(baseline.keys() & by_shape.keys(), key=lambda s: baseline[s][0].flops)
+        compute = [baseline[s][0].flops for s in shapes]
+        losses = [[mean_std([r.tail for r in of[s]]).mean for s in shapes] for of in (baseline, by_shape)]
+        gain = compute_equivalent_gain(compute, *losses, sigma=sigma)
+        law = gain.law
+        print(
+            f"\n{variant} over {first}: compute-equivalent gain, on L = {law.amplitude:.4g} (C / {law.unit:.4g})^-",
+            end="",
+        )
+        print(f"{law.exponent:.4g} + {law.floor:.4g} through {len(shapes)} scales (rms {law.residual:.2g})")
+        for c, factor in zip(compute, gain.factors, strict=True):
+            print(
+                f"  C = {c:.3g}   {factor.value:.2f}   {factor.low:.2f} to {factor.high:.2f} (90 %, losses ± {sigma:g})"
+            )
+        print(f"  Warning: {gain.warning}.")
+        if len(shapes) == 3:
+            print("  Warning: three numbers fitted to three points; the fit says nothing about its own error.")
+
+
+def _compare_results(paths: Sequence[str]) -> list[str]:
+    """Prints the tests of every file against the first; returns why some are not paired."""
+    from mhar_jax.evaluation.items import read_results
+    from mhar_jax.evaluation.paired_items import compare_items, reasons_against_pairing
+
+    results = [read_results(path) for path in paths]
+    reasons: list[str] = []
+    tests = 0
+    for path, other in zip(paths[1:], results[1:], strict=True):
+        print(f"{path} ({other.variant}) against {paths[0]} ({results[0].variant})")
+        against = reasons_against_pairing(results[0], other)
+        if against:
+            print(f"  NOT PAIRED: {'; '.join(against)}; so there is no test")
+            reasons += against
+            continue
+        for found in compare_items(results[0], other):
+            tests += found.p is not None
+            print(f"  {found.sentence()}")
+    if tests > 1:
+        print(f"{tests} tests: with no difference anywhere, {0.05 * tests:.2g} of them have p < 0.05 on average.")
+    return reasons
+
+
+def _print_table(rows: list[list[str]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _letters():
+    for size in itertools.count(1):
+        yield from ("".join(letters) for letters in itertools.product("ABCDEFGHIJKLMNOPQRSTUVWXYZ", repeat=size))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

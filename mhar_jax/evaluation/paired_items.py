@@ -1,0 +1,86 @@
+"""Two evaluations of the same items: an exact test where items are right or wrong, else a paired bootstrap."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from mhar_jax.evaluation.items import Item, Results
+from mhar_jax.evaluation.statistics import Estimate, McNemar, mcnemar_of_items, paired_bootstrap, size_note
+
+_DECIDING = ("num_fewshot", "window", "stride", "prefix_token")
+
+
+def reasons_against_pairing(a: Results, b: Results) -> list[str]:
+    """Why the items of two evaluations are not the same questions, one short clause each."""
+    reasons = [
+        f"{name} is {a.settings.get(name)} and {b.settings.get(name)}"
+        for name in _DECIDING
+        if a.settings.get(name) != b.settings.get(name)
+    ]
+    mine, yours = (_by_place(results) for results in (a, b))
+    if not mine or not yours:
+        return [*reasons, "there are no items"]
+    if only := mine.keys() ^ yours.keys():
+        reasons.append(f"{len(only)} items are in one of them only, for instance {' '.join(map(str, min(only)))}")
+    elif other := [place for place, item in mine.items() if item.content != yours[place].content]:
+        reasons.append(f"{len(other)} items are other questions, for instance {' '.join(map(str, other[0]))}")
+    return reasons
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemComparison:
+    """One metric of one task."""
+
+    task: str
+    metric: str
+    count: int
+    first: float  # means
+    second: float
+    test: McNemar | None  # where every item is 0 or 1
+    difference: Estimate | None  # else
+
+    @property
+    def p(self) -> float | None:
+        """Two-sided p-value of the exact test."""
+        return None if self.test is None else self.test.p
+
+    def sentence(self) -> str:
+        """The result on one line."""
+        name = f"{self.task} {self.metric}: {self.first:.4f} to {self.second:.4f}"
+        if self.test is not None:
+            right = f"{self.test.only_second} against {self.test.only_first} discordant items"
+            verdict = f"{name}, {right}, exact McNemar p = {self.test.p:.2g}"
+            return (
+                verdict if self.test.p < 0.05 else f"{verdict}: not significant. {size_note(self.second, self.count)}"
+            )
+        assert self.difference is not None
+        d = self.difference
+        verdict = "" if d.low > 0 or d.high < 0 else ": not significant"
+        return (
+            f"{name}, difference {d.value:+.4f}, {d.low:+.4f} to {d.high:+.4f} in {100 * d.level:.0f} % of paired "
+            f"bootstraps over {self.count} items{verdict}"
+        )
+
+
+def compare_items(a: Results, b: Results) -> Iterator[ItemComparison]:
+    """Every metric that both have, task by task; the items must be the same (`reasons_against_pairing`)."""
+    mine, yours = (_by_place(results) for results in (a, b))
+    for task in dict.fromkeys(item.task for item in a.items):
+        places = [place for place in mine if place[0] == task]
+        for metric in mine[places[0]].metrics:
+            if not all(metric in of[place].metrics for of in (mine, yours) for place in places):
+                continue
+            first, second = ([of[place].metrics[metric] for place in places] for of in (mine, yours))
+            binary = {*first, *second} <= {0.0, 1.0}
+            yield ItemComparison(
+                task,
+                metric,
+                len(places),
+                sum(first) / len(first),
+                sum(second) / len(second),
+                mcnemar_of_items(first, second) if binary else None,
+                None if binary else paired_bootstrap(first, second),
+            )
+
+
+def _by_place(results: Results) -> dict[tuple[str, int], Item]:
+    return {(item.task, item.number): item for item in results.items}

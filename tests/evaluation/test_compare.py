@@ -1,0 +1,196 @@
+"""Runs side by side: the table, what counts as paired, seeds, scales, items."""
+
+import dataclasses
+import json
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mhar_jax.compare import main
+from mhar_jax.config.load import to_yaml
+from mhar_jax.config.schema import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig
+from mhar_jax.evaluation.items import Item, Results, read_results, write_results
+from mhar_jax.evaluation.runs import compare_runs, read_run, reasons_against_pairing, what_is_compared
+from mhar_jax.training.checkpoints import Checkpoints
+
+STEPS = 1300
+LOSSES = np.linspace(4.0, 3.0, 14)  # evaluations at 0, 100, ..., 1300
+
+
+def config(variant="additive", *, seed=42, peak_lr=1e-3, layers=2, **changes):
+    model = ModelConfig(variant=variant, vocab_size=256, num_layers=layers, d_model=64, num_heads=4, num_kv_heads=2)
+    fields = {"seed": seed, "steps": STEPS, "batch_size": 4, "seq_len": 32, "model": model}
+    return Config(**(fields | {"optimizer": OptimizerConfig(peak_lr=peak_lr), "eval": EvalConfig(every=100)} | changes))
+
+
+def write_run(path, config, losses=LOSSES, *, fingerprint="text-1", tokens=4096, every=100, checkpoint=True):
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(to_yaml(config))
+    lines = [{"step": 10, "loss": 5.0}]
+    lines += [{"step": i * every, "val_loss": float(x), "val_tokens": tokens} for i, x in enumerate(losses)]
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if checkpoint:
+        with Checkpoints(path) as checkpoints:
+            state = {"step": jnp.int32(STEPS), "params": {"w": jnp.ones(2)}}
+            checkpoints.save(state, config, {"next_batch": 1}, fingerprint)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    for seed, shift in ((1, -0.069), (2, -0.071), (3, -0.073)):
+        noise = np.random.default_rng(seed).normal(0, 0.01, 14)  # a harder batch is harder for both
+        write_run(root / f"additive-{seed}", config(seed=seed), LOSSES + noise)
+        write_run(root / f"mhar-{seed}", config("mhar", seed=seed, peak_lr=5e-4), LOSSES + noise + shift)
+    return root
+
+
+def test_table_of_paired_runs_over_seeds(runs, capsys):
+    paths = [str(runs / f"{name}-{seed}") for name in ("additive", "mhar") for seed in (1, 2, 3)]
+    assert main([*paths, "--require-paired"]) == 0
+    out = capsys.readouterr().out
+    tail = np.mean((LOSSES + np.random.default_rng(1).normal(0, 0.01, 14))[-11:])
+    assert f"{tail:.4f}" in out
+    assert "D - A   paired: -0.0690 ± 0.0000 from one evaluation to another" in out
+    assert "compared: model.variant additive | mhar; optimizer.peak_lr 0.001 | 0.0005" in out
+    assert "-0.0710 ± 0.0020 over 3 seeds (mean ± standard deviation)" in out
+    assert "NOT PAIRED" not in out
+
+
+def test_one_seed_is_said_to_be_one(runs, capsys):
+    assert main([str(runs / "additive-1"), str(runs / "mhar-1")]) == 0
+    assert "one seed: how far another seed would move this is not known" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"seed": 7}, "seed is 42 and 7"),
+        ({"batch_size": 8}, "batch_size is 4 and 8"),
+        ({"seq_len": 16}, "seq_len is 32 and 16"),
+        ({"steps": 1200}, "steps is 1300 and 1200"),
+        ({"optimizer": OptimizerConfig(warmup_steps=10)}, "optimizer.warmup_steps is 1000 and 10"),
+        ({"optimizer": OptimizerConfig(schedule="wsd")}, "optimizer.schedule is 'cosine' and 'wsd'"),
+        ({"data": DataConfig(shuffle=False)}, "data.shuffle is True and False"),
+        ({"eval": EvalConfig(every=100, batches=4)}, "eval.batches is 16 and 4"),
+        ({"fingerprint": "text-2"}, r"they saw different text \(fingerprints text-1 and text-2\)"),
+        ({"tokens": 2048}, "their evaluations read different numbers of tokens"),
+        ({"every": 99}, "they were evaluated at different steps"),
+        ({"losses": LOSSES[:-1]}, "ends at step 1200 of 1300"),
+        ({"checkpoint": False}, "has no readable checkpoint, so nothing says which text it saw"),
+    ],
+)
+def test_runs_that_are_not_paired(tmp_path, capsys, change, reason):
+    changes = dict(change)
+    how = {k: changes.pop(k) for k in ("fingerprint", "tokens", "every", "losses", "checkpoint") if k in changes}
+    a, b = write_run(tmp_path / "a", config()), write_run(tmp_path / "b", config("mhar", **changes), **how)
+    found = reasons_against_pairing(read_run(a), read_run(b))
+    assert any(re.search(reason, r) for r in found), found
+    assert main([a, b]) == 0
+    out = capsys.readouterr().out
+    assert "NOT PAIRED" in out
+    assert "over 1 seeds" not in out
+    assert main([a, b, "--require-paired"]) == 2
+    assert "not paired" in capsys.readouterr().err
+
+
+def test_what_changes_no_batch_does_not_matter(tmp_path):
+    a = config()
+    b = dataclasses.replace(
+        a, run_dir="elsewhere", data=DataConfig(workers=2, prefetch=9), log=dataclasses.replace(a.log, every=3)
+    )
+    b = dataclasses.replace(b, model=dataclasses.replace(b.model, routing_heads=2, remat="layer"))
+    first, second = read_run(write_run(tmp_path / "a", a)), read_run(write_run(tmp_path / "b", b))
+    assert reasons_against_pairing(first, second) == []
+    assert what_is_compared(first, second) == "model.remat none | layer; model.routing_heads None | 2"
+    assert len(compare_runs([first, second])) == 1
+
+
+def test_gain_over_scales(tmp_path, capsys):
+    paths = []
+    for layers, base in ((1, 3.6), (2, 3.3), (4, 3.1)):
+        for variant, shift in (("additive", 0.0), ("mhar", -0.05)):
+            run = config(variant, layers=layers)
+            paths.append(write_run(tmp_path / f"{variant}-{layers}", run, np.full(14, base + shift)))
+    assert main([*paths, "--gain", "--sigma", "0.001"]) == 0
+    out = capsys.readouterr().out
+    assert "mhar over additive: compute-equivalent gain" in out
+    assert "a ladder of fixed steps" in out
+    assert "three numbers fitted to three points" in out
+
+
+def results(metrics, *, task="quiz", variant="additive", window=64):
+    items = [Item(task, i, f"question {i}", m) for i, m in enumerate(metrics)]
+    return Results("somewhere", variant, {"window": window, "stride": 64}, {}, items)
+
+
+def test_items_with_the_papers_counts(tmp_path, capsys):
+    """GSM8K by PAPER.md: 1,319 questions, 123 that only MHAR got right and 81 that only the control did."""
+    control = [1.0] * 81 + [0.0] * 123 + [1.0] * 539 + [0.0] * 576
+    mhar = [0.0] * 81 + [1.0] * 123 + [1.0] * 539 + [0.0] * 576
+    for name, values in (("a", control), ("b", mhar)):
+        write_results(results([{"acc": v, "nll": 2 + i % 7 - 0.1 * v} for i, v in enumerate(values)]), tmp_path / name)
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert "quiz acc: 0.4701 to 0.5019, 123 against 81 discordant items, exact McNemar p = 0.004" in out
+    assert "quiz nll" in out
+    assert "paired bootstraps over 1319 items" in out
+    assert "2 tests" not in out  # the bootstrap has no p-value
+
+
+def test_few_items_are_said_to_be_few(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        write_results(results([{"acc": float(v)} for v in rng.integers(0, 2, 200)]), tmp_path / name)
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert "not significant. 200 items" in out
+    assert "to see 3 points takes 4," in out
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (results([{"acc": 1.0}] * 3), "1 items are in one of them only"),
+        (results([{"acc": 1.0}] * 4, window=32), "window is 64 and 32"),
+        (results([{"acc": 1.0}] * 4, task="other"), "8 items are in one of them only"),
+        (results([]), "there are no items"),
+    ],
+)
+def test_items_that_are_not_paired(tmp_path, capsys, other, reason):
+    write_results(results([{"acc": 1.0}] * 4), tmp_path / "a")
+    write_results(other, tmp_path / "b")
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert f"NOT PAIRED: {reason}" in capsys.readouterr().out
+
+
+def test_bad_input_is_one_sentence(tmp_path, runs, capsys):
+    run, file = str(runs / "additive-1"), tmp_path / "x.json"
+    file.write_text("{}")
+    empty = write_run(tmp_path / "empty", config(), [], checkpoint=False)
+    broken = tmp_path / "broken"
+    write_run(broken, config(), checkpoint=False)
+    (broken / "metrics.jsonl").write_text('{"step": 1, "val_loss": 3}\n{"step": 2, "val_l')
+    for arguments, message in (
+        ([run], "give at least two runs"),
+        ([run, run], "given twice"),
+        ([run, str(tmp_path)], "is no run directory: it has no config.yaml"),
+        ([run, str(file)], "either run directories or files of results"),
+        ([str(file), str(runs / "mhar-1" / "config.yaml")], "holds no results of an evaluation"),
+        ([run, empty], "has no evaluation in its metrics.jsonl"),
+        ([run, str(broken)], "cannot be read at line 2"),
+        ([run, str(runs / "additive-2"), "--gain"], "--gain needs runs of two variants"),
+    ):
+        assert main(arguments) == 2, arguments
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+
+
+def test_results_round_trip(tmp_path):
+    before = results([{"acc": 1.0, "f1": 0.25}])
+    write_results(before, tmp_path / "r.json")
+    assert read_results(tmp_path / "r.json") == before
