@@ -2,9 +2,9 @@
 
 The gradient of a logit needs Delta = <d_out, mix> of its head, a sum over all sources. A resident tile keeps its
 sources in VMEM: a first sweep makes the weights and <d_out, s_n>, hence Delta in float32, a second sweep the gradients.
-Otherwise the forward kernel has left the mix in float32 and one sweep does both. The rounded mix would not do: it puts
-an error of 2^-9 into every logit's gradient, and with bfloat16 storage the query's gradient would be a thousand times
-less accurate than the xla implementation's.
+Otherwise the forward kernel has left the mix and, of 16-bit storage, what rounding took from it, and one sweep does
+both. The rounded mix alone would not do: an error of 2^-9 in every logit's gradient makes the query's gradient a
+thousand times less accurate than that of the xla implementation.
 
 A source's gradient overwrites the source in its slot and is copied out from there.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mhar_kernels.pallas_common import HBM_SPEC, Inputs, Layout, load_entries, source_tile, store_entries
+from mhar_kernels.pallas_common import HBM_SPEC, Inputs, Layout, load_entries, source_tile, store_entries, with_rest
 from mhar_kernels.pallas_heads import Entries, Tile, fold_rows, lane_tile
 from mhar_kernels.pallas_ring import Index, Ref, Ring, SourceRefs
 from mhar_kernels.pallas_scores import exponentials
@@ -31,9 +31,9 @@ class _Outputs:
 
     sources: tuple[Ref, ...]  # as the inputs, in HBM
     query: Ref
-    null_mixed: Ref | None  # sum of weight * gate * d_out, [.., D]
-    null_logit: Ref | None  # sum of the logit's gradient, [.., H]
-    gate: Ref | None  # sum of <d_out, mix>, [.., H]
+    null_mixed: Ref  # sum of weight * gate * d_out, [.., D]
+    null_logit: Ref  # sum of the logit's gradient, [.., H]
+    gate: Ref  # sum of <d_out, mix>, [.., H]
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class _Scratch:
     top: Ref  # entries: the softmax's reference logit
     log_total: Ref  # entries: log of the sum of exp(logit - top)
     delta: Ref  # entries: <d_out, mix>; at last what the logits' gradients take off, with gate and d_weights
-    packed_delta: Ref | None = None  # [rows, H]: that in its last form, for a resident tile
-    kept: Ref | None = None  # [N, rows, 3H + 1] of a resident tile: weight, <d_out, s> and logit a head; inverse RMS
-    null_product: Ref | None = None  # entries: <d_out, null source>
+    packed_delta: Ref = None  # [rows, H]: that in its last form, for a resident tile
+    kept: Ref = None  # [N, rows, 3H + 1] of a resident tile: weight, <d_out, s> and logit a head; inverse RMS
+    null_product: Ref = None  # entries: <d_out, null source>
 
 
 def backward_call(layout: Layout, inputs: Inputs) -> list[jax.Array]:
@@ -153,6 +153,12 @@ class _Pass:
     def _gated(self, x: jax.Array) -> jax.Array:
         return x if self.given.gate is None else x * self.given.gate[0]
 
+    def _mix(self, rows: pl.Slice, t: int) -> jax.Array:
+        mix = self.given.mix[0, rows, lane_tile(t)].astype(jnp.float32)
+        if self.given.rest is None:
+            return mix
+        return with_rest(mix, self.given.rest[0, rows, lane_tile(t)], self.layout.call.dtype)
+
     def _start_delta(self) -> None:
         """The softmax's statistics as entries, and the part of <d_out, mix> that is not a sum over sources."""
         heads, given, scratch = self.layout.heads, self.given, self.scratch
@@ -166,7 +172,7 @@ class _Pass:
                 product = heads.sums(lambda t: (d_out(t) * given.null[0, 0:1, lane_tile(t)],), membership)[0]
                 store_entries(scratch.null_product, rows, product)
             if given.mix is not None:
-                delta = heads.sums(lambda t: (d_out(t) * given.mix[0, rows, lane_tile(t)],), membership)[0]
+                delta = heads.sums(lambda t: (d_out(t) * self._mix(rows, t),), membership)[0]
             elif given.null is not None:
                 weights = self._weights(rows, *self.layout.null_logit(given))
                 delta = [a * b for a, b in zip(weights, product, strict=True)]
@@ -310,7 +316,7 @@ def _cost(layout: Layout) -> pl.CostEstimate:
     call = layout.call
     rows = layout.groups * layout.num_tiles * layout.plan.rows
     size = jnp.dtype(call.dtype).itemsize
-    per_feature = (2 * call.num_sources + 1) * size + 4 * (not layout.plan.resident)
+    per_feature = (2 * call.num_sources + 1 + (0 if layout.plan.resident else 1 + (size == 2))) * size
     per_head = 8 + 4 * call.rows * call.return_weights
     return pl.CostEstimate(
         flops=14 * rows * call.dim * call.rows,

@@ -36,7 +36,8 @@ class Inputs:
     # Backward only:
     d_out: Any = None  # [G, T, D]
     stats: Any = None  # [G, T, 2H] float32, as the forward kernel leaves them
-    mix: Any = None  # [G, T, D] float32
+    mix: Any = None  # [G, T, D] storage dtype
+    rest: Any = None  # [G, T, D] int16: what rounding took from the mix
     shift: Any = None  # [G, T, H] float32: sum over depth of weights * d_weights
     d_weights: Any = None  # [G, N(+1), T, H] float32
 
@@ -177,9 +178,35 @@ class Layout:
         return jnp.minimum(core * self.tiles_per_core + step, self.num_tiles - 1)
 
 
-_BY_ROW = ("residual", "d_out", "stats", "mix", "shift")
+_BY_ROW = ("residual", "d_out", "stats", "mix", "rest", "shift")
 _FIELDS = ("query", "members", "null", "null_logit", "gate", *_BY_ROW, "d_weights")
 HBM_SPEC = pl.BlockSpec(memory_space=pltpu.HBM)
+
+
+def rest_of(mix: jax.Array, dtype: str) -> jax.Array:
+    """What rounding float32 to a 16-bit storage dtype takes off, as int16 in units of 2^-16 of a last place."""
+    info = jnp.finfo(dtype)
+    # A conversion to the storage dtype and back might be dropped by XLA; this is not.
+    rounded = jax.lax.reduce_precision(mix, info.nexp, info.nmant)
+    power = _power(rounded)
+    inverse = jax.lax.bitcast_convert_type(jnp.uint32(254 << 23) - _bits(power), jnp.float32)
+    steps = (mix - rounded) * inverse * 2.0 ** (info.nmant + 16)
+    return jnp.clip(steps, -32767.0, 32767.0).astype(jnp.int32).astype(jnp.int16)
+
+
+def with_rest(rounded: jax.Array, rest: jax.Array, dtype: str) -> jax.Array:
+    """The float32 number that `rest_of` was of, to 24 bits, from its rounded value in float32."""
+    unit = _power(rounded) * 2.0 ** -(jnp.finfo(dtype).nmant + 16)
+    return rounded + rest.astype(jnp.int32).astype(jnp.float32) * unit
+
+
+def _power(x: jax.Array) -> jax.Array:
+    """The power of two of x; at least 2^-90, so that its inverse and what is made of both stay within float32."""
+    return jnp.maximum(jax.lax.bitcast_convert_type(_bits(x) & jnp.uint32(0x7F800000), jnp.float32), 2.0**-90)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def source_tile(buffer: Ref, slot: jax.Array, i: int, rows: pl.Slice) -> Tile:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mhar_kernels.pallas_common import Inputs, Layout, load_entries, source_tile, store_entries
+from mhar_kernels.pallas_common import Inputs, Layout, load_entries, rest_of, source_tile, store_entries
 from mhar_kernels.pallas_heads import lane_tile
 from mhar_kernels.pallas_ring import Ref, Ring, SourceRefs
 from mhar_kernels.pallas_scores import exponentials
@@ -21,8 +21,9 @@ KERNEL = "depth_route_forward"
 class _Outputs:
     out: Ref  # [1, rows, D]
     stats: Ref  # [1, rows, 2H]: the reference logit m, and the log of the sum of exp(logit - m)
-    mix: Ref | None  # [1, rows, D] float32
-    weights: Ref | None  # [1, N(+1), rows, H]
+    mix: Ref  # [1, rows, D] storage dtype, before gate and residual
+    rest: Ref  # [1, rows, D] int16: what rounding took from the mix
+    weights: Ref  # [1, N(+1), rows, H]
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,21 @@ class _Scratch:
     mix: Ref  # [rows, D] float32, times the softmax's sum
     top: Ref  # entries: largest logit so far
     total: Ref  # entries: sum of exp(logit - top)
-    tops: Ref | None  # [chunks, rows, H] `top` after each chunk, which its part of `weights` is relative to
+    tops: Ref  # [chunks, rows, H] `top` after each chunk, which its part of `weights` is relative to
 
 
-def forward_call(layout: Layout, inputs: Inputs, *, keep_mix: bool) -> list[jax.Array]:
-    """[out [G, T, D], stats [G, T, 2H], mix [G, T, D] if kept, weights [G, N(+1), T, H] if asked for], D padded."""
+def forward_call(layout: Layout, inputs: Inputs, keep: tuple[str, ...]) -> list[jax.Array]:
+    """out [G, T, D], stats [G, T, 2H]; of mix and rest [G, T, D] those to keep; weights [G, N(+1), T, H] if asked for.
+
+    D is padded.
+    """
     call, plan, dim = layout.call, layout.plan, layout.heads.padded
     rows, heads = plan.rows, call.num_heads
     tokens = (layout.groups, call.tokens)
-    shapes = [((*tokens, dim), call.dtype), ((*tokens, 2 * heads), "float32")]
+    shapes: list[tuple[tuple[int, ...], str]] = [((*tokens, dim), call.dtype), ((*tokens, 2 * heads), "float32")]
     specs = [layout.row_spec(dim), layout.row_spec(2 * heads)]
-    if keep_mix:
-        shapes.append(((*tokens, dim), "float32"))
+    for name in keep:
+        shapes.append(((*tokens, dim), call.dtype if name == "mix" else "int16"))
         specs.append(layout.row_spec(dim))
     if call.return_weights:
         shapes.append(((layout.groups, call.rows, call.tokens, heads), "float32"))
@@ -59,12 +63,12 @@ def forward_call(layout: Layout, inputs: Inputs, *, keep_mix: bool) -> list[jax.
 
     def kernel(given: Inputs, outs: Sequence[Ref], temporaries: Sequence[Ref]) -> None:
         out, stats, *optional = outs
-        mix = optional.pop(0) if keep_mix else None
-        outputs = _Outputs(out, stats, mix, optional.pop(0) if call.return_weights else None)
+        kept = {name: optional.pop(0) if name in keep else None for name in ("mix", "rest")}
+        outputs = _Outputs(out, stats, weights=optional.pop(0) if call.return_weights else None, **kept)
         buffer, acc, top, total, semaphores, *tops = temporaries
         _kernel(layout, given, outputs, _Scratch(buffer, acc, top, total, tops[0] if tops else None), semaphores)
 
-    return layout.run(kernel, KERNEL, inputs, shapes, specs, scratch, _cost(layout, keep_mix))
+    return layout.run(kernel, KERNEL, inputs, shapes, specs, scratch, _cost(layout, keep))
 
 
 def _kernel(layout: Layout, given: Inputs, outputs: _Outputs, scratch: _Scratch, semaphores: Ref) -> None:
@@ -146,11 +150,15 @@ def _finish(layout: Layout, given: Inputs, outputs: _Outputs, scratch: _Scratch)
         top, total = load_entries(scratch.top, rows), load_entries(scratch.total, rows)
         outputs.stats[0, rows, : call.num_heads] = heads.pack(top)
         outputs.stats[0, rows, call.num_heads :] = heads.pack([jnp.log(x) for x in total])
-        inverse = heads.spread([1.0 / x for x in total], membership)
+        divisor = heads.spread(total if layout.exact else [1.0 / x for x in total], membership)
         for t in range(heads.tiles):
-            mix = scratch.mix[rows, lane_tile(t)] * inverse(t)
+            mix = scratch.mix[rows, lane_tile(t)]
+            # A true division in float32: one source alone is then the mix, however its weight was rounded.
+            mix = mix / jnp.where(divisor(t) == 0, 1.0, divisor(t)) if layout.exact else mix * divisor(t)
             if outputs.mix is not None:
-                outputs.mix[0, rows, lane_tile(t)] = mix
+                outputs.mix[0, rows, lane_tile(t)] = mix.astype(outputs.mix.dtype)
+            if outputs.rest is not None:
+                outputs.rest[0, rows, lane_tile(t)] = rest_of(mix, call.dtype)
             if given.gate is not None:
                 mix = mix * given.gate[0]
             if given.residual is not None:
@@ -172,12 +180,12 @@ def _finish(layout: Layout, given: Inputs, outputs: _Outputs, scratch: _Scratch)
     layout.each_group(visit)
 
 
-def _cost(layout: Layout, keep_mix: bool) -> pl.CostEstimate:
+def _cost(layout: Layout, keep: tuple[str, ...]) -> pl.CostEstimate:
     """A feature of a source takes a square, a product with the query and one with its weight, each added up."""
     call = layout.call
     rows = layout.groups * layout.num_tiles * layout.plan.rows
     size = jnp.dtype(call.dtype).itemsize
-    per_feature = (call.num_sources + 1 + call.has_residual) * size + 4 * keep_mix
+    per_feature = (call.num_sources + 1 + call.has_residual + len(keep)) * size
     per_head = 8 + 4 * call.rows * call.return_weights
     return pl.CostEstimate(
         flops=6 * rows * call.dim * call.rows,

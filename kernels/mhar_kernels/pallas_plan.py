@@ -13,7 +13,7 @@ from mhar_kernels.contract import RouteCall
 from mhar_kernels.pallas_heads import LANES, Heads
 
 NAME = "pallas_tpu"
-# Rows of a token tile; sources of a chunk; backward sweeps over a tile (2: resident, 1: with the forward pass's mix).
+# Rows of a token tile; sources of a chunk; backward sweeps over a tile: 2 if it is resident, 1 with the mix as input.
 TILE = ("rows", "chunk", "sweeps")
 MIB = 2**20
 # v4 has 16 MiB of VMEM and every chip scopes a kernel to 16 MiB by default; the rest is the compiler's own.
@@ -21,7 +21,8 @@ SMALLEST_BUDGET = 12 * MIB
 LARGEST_BUDGET = 32 * MIB
 LARGEST_EXPLICIT = 100 * MIB
 _MOST_ROWS = 256
-_CHUNK_FEATURES = 32768  # sources of a chunk times width: what one unrolled loop body handles
+_CHUNK_FEATURES = 32768  # what one unrolled loop body handles: sources of a chunk times numbers a row of each
+_SPILLED = 4  # [group, D] float32 values of a loop body that the compiler keeps in VMEM, at most as seen
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Plan:
     @property
     def vmem_limit(self) -> int:
         """What the compiler is allowed: the buffers and room for its own temporaries."""
-        return max(16 * MIB, self.vmem_bytes + 4 * MIB)
+        return max(16 * MIB, self.vmem_bytes + 2 * MIB)
 
 
 def sublanes(call: RouteCall) -> int:
@@ -83,26 +84,32 @@ def sublanes(call: RouteCall) -> int:
 def forward_plan(call: RouteCall) -> Plan:
     """Two chunks in flight; scores, softmax and mix of a chunk in one loop body."""
     heads = Heads(call.dim, call.num_heads)
-    keep_mix = call.differentiated and not backward_plan(call).resident
 
     def bytes_for(rows: int, chunk: int, slots: int) -> int:
         size = _itemsize(call)
         per_row = slots * chunk * heads.padded * size + heads.padded * 4 + 2 * heads.padded * size
-        per_row += 2 * heads.padded * (size * call.has_residual + 4 * keep_mix)
+        per_row += 2 * heads.padded * size * (call.has_residual + len(kept_arrays(call)))
         per_row += 2 * _lanes(2 * call.num_heads) + 2 * _entries_bytes(heads)
         per_row += (2 * call.rows + _chunks(call, chunk)) * _lanes(call.num_heads) * call.return_weights
-        return rows * per_row + _constant_bytes(call, heads)
+        return rows * per_row + _constant_bytes(call, heads, rows)
 
     return _plan(call, heads, _overrides(call, "forward"), lambda chunks: (2,), bytes_for, resident=False)
+
+
+def kept_arrays(call: RouteCall) -> tuple[str, ...]:
+    """What the forward kernel writes for the backward kernel beside the output and the softmax's statistics."""
+    if not call.differentiated or backward_plan(call).resident:
+        return ()
+    return ("mix",) * call.additive + ("rest",) * (call.dtype != "float32")
 
 
 def backward_plan(call: RouteCall) -> Plan:
     """With all sources of a tile in VMEM (resident), or a chunk at a time.
 
-    A resident tile needs nothing from the forward pass. Otherwise that writes the mix in float32 too, and the backward
-    kernel reads it. Tiles are resident where heads are wide and the smallest tile fits: narrow heads would spend more
-    time on broadcasting the kept scores than on reading two more rows; 129 sources of width 4,096 do not fit. Depends
-    on shape and tile alone, since the forward pass must know.
+    A resident tile needs nothing from the forward pass. Otherwise that also writes what rounding took from the mix,
+    and the backward kernel reads mix and rest. Tiles are resident where heads are wide and the smallest tile fits:
+    narrow heads would spend more time on broadcasting the kept scores than on reading two more rows; 129 sources of
+    width 4,096 do not fit. Depends on shape and tile alone, since the forward pass must know.
     """
     heads = Heads(call.dim, call.num_heads)
     overrides = _overrides(call, "backward")
@@ -114,10 +121,10 @@ def backward_plan(call: RouteCall) -> Plan:
         if resident:
             per_row += max(1, call.num_sources) * _lanes(3 * call.num_heads + 1) + _lanes(call.num_heads)
         else:
-            per_row += 2 * heads.padded * 4
+            per_row += 2 * heads.padded * 4  # mix and rest, or a float32 mix
         per_row += 2 * (call.rows + 1) * _lanes(call.num_heads) * call.return_weights
         accumulators = 2 * 8 * 4 * (heads.padded * (1 + call.has_null) + 2 * LANES)
-        return rows * per_row + accumulators + _constant_bytes(call, heads)
+        return rows * per_row + accumulators + _constant_bytes(call, heads, rows)
 
     resident = overrides["sweeps"] == 2
     if not overrides["sweeps"]:
@@ -188,7 +195,13 @@ def _chunk(call: RouteCall, heads: Heads, overrides: dict[str, int]) -> int:
     heads are narrow (or pairs are made) and each source needs many registers."""
     if overrides["chunk"]:
         return max(1, min(overrides["chunk"], call.num_sources))
-    most = max(1, min(4 if call.dtype == "float32" or heads.width < 256 else 8, _CHUNK_FEATURES // heads.padded))
+    most = max(
+        1,
+        min(
+            4 if call.dtype == "float32" or heads.width < 256 else 8,
+            _CHUNK_FEATURES // (heads.padded + _entries_bytes(heads) // 4),
+        ),
+    )
     if call.interpret:
         most = 1  # there, the size of the program is the time it takes
     return max(1, -(-call.num_sources // _chunks(call, most)))
@@ -204,9 +217,11 @@ def _budget(call: RouteCall) -> int:
     return max(SMALLEST_BUDGET, min(LARGEST_BUDGET, pltpu.get_tpu_info().vmem_capacity_bytes // 2))
 
 
-def _constant_bytes(call: RouteCall, heads: Heads) -> int:
+def _constant_bytes(call: RouteCall, heads: Heads, rows: int) -> int:
+    """What does not grow with the tile: parameters, and the compiler's temporaries of one group of rows."""
     parameters = 2 * 8 * heads.padded * 4 * (2 + call.has_null)
-    return parameters + 2 * heads.group * LANES * 2 * heads.on_matrix_unit
+    temporaries = _SPILLED * _group_rows(rows, sublanes(call), heads.padded) * heads.padded * 4
+    return parameters + temporaries + 2 * heads.group * LANES * 2 * heads.on_matrix_unit
 
 
 def _group_rows(rows: int, sub: int, padded: int) -> int:

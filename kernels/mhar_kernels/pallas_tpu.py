@@ -5,7 +5,7 @@ This module checks what can run, lays the arrays out for the kernels and puts th
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +16,27 @@ from mhar_kernels.pallas_backward import backward_call
 from mhar_kernels.pallas_common import Inputs, Layout
 from mhar_kernels.pallas_forward import forward_call
 from mhar_kernels.pallas_heads import Heads
-from mhar_kernels.pallas_plan import LARGEST_EXPLICIT, MIB, NAME, Plan, backward_plan, forward_plan, sublanes
+from mhar_kernels.pallas_plan import (
+    LARGEST_EXPLICIT,
+    MIB,
+    NAME,
+    Plan,
+    backward_plan,
+    forward_plan,
+    kept_arrays,
+    sublanes,
+)
 from mhar_kernels.twofloat import Pair
 
 __all__ = ["NAME", "backward", "forward", "unsupported"]
 LARGEST_DIM = 16384
+
+
+class Statistics(NamedTuple):
+    """What the forward kernel leaves for the backward kernel beside the mix."""
+
+    softmax: jax.Array  # [T, 2H] float32: the reference logit m, and the log of the sum of exp(logit - m)
+    rest: jax.Array | None  # [T, D] int16: what rounding took from the mix, where the backward pass reads that
 
 
 def unsupported(call: RouteCall) -> str | None:
@@ -51,16 +67,18 @@ def unsupported(call: RouteCall) -> str | None:
 
 
 def forward(call: RouteCall, arrays: RouteArrays) -> RouteForward:
-    """One pass over the sources. `mix` is float32 and there only where the backward pass reads it."""
+    """One pass over the sources."""
     call, arrays = _without_empty_stack(call, arrays)
-    keep_mix = call.differentiated and not backward_plan(call).resident
+    keep = kept_arrays(call)
 
     def kernel(layout: Layout, inputs: Inputs) -> _Pieces:
-        return forward_call(layout, inputs, keep_mix=keep_mix), []
+        return forward_call(layout, inputs, keep), []
 
     (out, stats, *rest), _ = _run(call, forward_plan(call), kernel, _inputs(call, arrays, residual=arrays.residual))
-    mix = rest.pop(0)[:, : call.dim] if keep_mix else None
-    return RouteForward(out[:, : call.dim], mix, stats, rest.pop(0) if call.return_weights else None)
+    kept = {name: rest.pop(0)[:, : call.dim] for name in keep}
+    weights = rest.pop(0) if call.return_weights else None
+    statistics = Statistics(stats, kept.get("rest"))
+    return RouteForward(out[:, : call.dim], kept.get("mix"), statistics, weights)  # type: ignore[arg-type]
 
 
 def backward(
@@ -71,9 +89,10 @@ def backward(
     full_call = call
     call, arrays = _without_empty_stack(call, arrays)
     plan = backward_plan(call)
-    given = {"d_out": d_out, "stats": saved.lse}
+    statistics: Statistics = saved.lse  # type: ignore[assignment]
+    given: dict[str, jax.Array | None] = {"d_out": d_out, "stats": statistics.softmax}
     if not plan.resident:
-        given["mix"] = saved.mix
+        given.update(mix=saved.mix, rest=statistics.rest)
     if d_weights is not None:
         assert saved.weights is not None
         given.update(d_weights=d_weights, shift=jnp.sum(saved.weights * d_weights, axis=0))
@@ -140,7 +159,8 @@ def _over_groups(whole: Callable[[Inputs], _Pieces]) -> Callable[[Inputs], _Piec
         return whole(inputs)
 
     @run.def_vmap
-    def over(size: int, mapped: Inputs, inputs: Inputs):
+    def over(size: int, is_mapped: list[Inputs], inputs: Inputs):
+        (mapped,) = is_mapped
         if any(mapped.sources):  # all share one axis
             sources = tuple(
                 s if m else jnp.broadcast_to(s, (size, *s.shape))
@@ -151,10 +171,10 @@ def _over_groups(whole: Callable[[Inputs], _Pieces]) -> Callable[[Inputs], _Piec
         pairs = list(zip(jax.tree.leaves(inputs), jax.tree.leaves(mapped), strict=True))
         groups = max(x.shape[1 if m else 0] for x, m in pairs)
 
-        def merge(x: jax.Array, is_mapped: bool) -> jax.Array:
-            if not is_mapped and x.shape[0] == 1:
+        def merge(x: jax.Array, along: bool) -> jax.Array:
+            if not along and x.shape[0] == 1:
                 return x  # shared by all
-            if not is_mapped:
+            if not along:
                 x = jnp.broadcast_to(x, (size, *x.shape))
             return jnp.broadcast_to(x, (size, groups, *x.shape[2:])).reshape(size * groups, *x.shape[2:])
 
@@ -186,7 +206,7 @@ def _last_tokens(inputs: Inputs, start: int, count: int, rows: int) -> Inputs:
         inputs,
         sources=tuple(padded(s, 1.0) for s in inputs.sources),
         stats=padded(inputs.stats, 1e30),  # weights of exp(-1e30)
-        **{k: padded(getattr(inputs, k), 0.0) for k in ("residual", "d_out", "mix", "shift", "d_weights")},
+        **{k: padded(getattr(inputs, k), 0.0) for k in ("residual", "d_out", "mix", "rest", "shift", "d_weights")},
     )
 
 
@@ -218,7 +238,7 @@ def _inputs(call: RouteCall, arrays: RouteArrays, **by_token: jax.Array | None) 
     )
 
 
-_WIDE = ("residual", "d_out", "mix")
+_WIDE = ("residual", "d_out", "mix", "rest")
 
 
 def _null_logit(call: RouteCall, arrays: RouteArrays) -> tuple[Pair, jax.Array]:
