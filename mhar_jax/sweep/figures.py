@@ -107,7 +107,7 @@ def heat_map(rest: Sequence[tuple[str, object]], groups: Sequence[Group], name: 
         2.8 + 0.9 * len(columns),
         2.6 + 0.55 * len(rows),
         f"Tail-mean of the held-out loss, nats a token, mean over seeds ({_seeds(groups)}). Frame: H = KV heads, the "
-        f"default. {describe(rest)}.",
+        "default." + (f" {describe(rest)}." if rest else ""),
         "Routing heads and KV heads",
     )
     axes = area.subplots()
