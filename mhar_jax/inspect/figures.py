@@ -312,8 +312,8 @@ def ablated_sources(results: Results) -> Picture:
         r.columns,
         title="What the loss says: without one source at one site",
         caption=f"Change in loss, nats a token (intact {a.loss:.3f}), when the weight is set to 0 in all heads and the "
-        f"others are renormalised; the same {a.tokens:,} tokens of {results.text} for all. Changes below about "
-        f"{a.noise:.4f} (twice the median standard error over {a.sequences} sequences) are noise. {results.title}.",
+        f"others are renormalised; the same {a.tokens:,} tokens of {results.text} for all. {_noise(a)} "
+        f"{results.title}.",
         label="change in loss, nats a token",
         limit=limit,
         beyond=beyond,
@@ -354,12 +354,13 @@ def mass_against_loss(results: Results) -> Picture:
         )
     axes.axhline(0, color="black", linewidth=0.6)
     span = float(np.abs(change[valid]).max()) if valid.any() else 1.0
-    if span > 20 * a.noise > 0:
-        axes.set_yscale("symlog", linthresh=a.noise)
+    noise = float(np.nan_to_num(a.noise))
+    if span > 20 * noise > 0:
+        axes.set_yscale("symlog", linthresh=noise)
     if valid.any():
         low, high = float(change[valid].min()), float(change[valid].max())
-        room = max(a.noise, 0.1 * span)
-        axes.set_ylim(min(low * 1.3, 0) - min(room, a.noise), high * 1.5 if high > 0 else room)
+        room = max(noise, 0.05 * span, 1e-9)
+        axes.set_ylim(min(low * 1.3, 0) - (noise or room), high * 1.5 if high > 0 else room)
         axes.set_xlim(0, 1.04 * float(mass[valid].max()))
     axes.set_xlabel("mean depth weight", fontsize=8)
     axes.set_ylabel("change in loss without it, nats a token", fontsize=8)
@@ -476,6 +477,15 @@ def _rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
         return float("nan")
     ranks = [np.argsort(np.argsort(x)).astype(float) for x in (a, b)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _noise(a: Ablation) -> str:
+    """What a cell of the ablations does not resolve, as a sentence."""
+    if not np.isfinite(a.noise):
+        return "One sequence: nothing is known of the noise."
+    return (
+        f"Changes below about {a.noise:.4f} (twice the median standard error over {a.sequences} sequences) are noise."
+    )
 
 
 def _log_if_wide(axes, values: np.ndarray) -> None:

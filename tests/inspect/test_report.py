@@ -1,6 +1,7 @@
 """The report: complete, self-contained, legible at 9, 25 and 73 sources, and one sentence for every mistake."""
 
 import base64
+import dataclasses
 import json
 import re
 
@@ -131,10 +132,23 @@ def test_every_picture_says_its_sample_and_applies(results):
         assert "the text" in words, picture.name
 
 
+def test_pictures_of_a_model_that_has_learned_nothing(results):
+    """Equal weights, no change in any loss, and one sequence that says nothing about the noise."""
+    r = routing_of(3, 2)
+    r = dataclasses.replace(r, weight=np.where(np.isfinite(r.weight), 1 / r.counts[:, None, None], np.nan))
+    a = ablation_of(r)
+    nothing = {name: value * [0, np.nan] for name, value in vars(a).items() if isinstance(value, np.ndarray)}
+    p = _probe_like(results[1], r)
+    p = dataclasses.replace(p, disagreement={k: 0 * v for k, v in p.disagreement.items()}, deviation=0 * p.deviation)
+    drawn = list(pictures(Results("m", "t", r, p, dataclasses.replace(a, sequences=1, **nothing))))
+    for picture in drawn:
+        picture.figure.draw_without_rendering()
+    words = " ".join(text.get_text() for text in drawn[-3].figure.texts).replace("\n", " ")
+    assert "One sequence: nothing is known of the noise." in words
+
+
 def _probe_like(results: Results, r: Routing):
     """The probe of another model, stretched to the sites of this one."""
-    import dataclasses
-
     p, sites = results.probe, len(r.sites)
     stretch = lambda x, axis: np.take(x, np.arange(sites) % x.shape[axis], axis)
     return dataclasses.replace(
