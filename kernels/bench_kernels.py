@@ -145,12 +145,12 @@ def _time(card: Card, kernel: Any, item: dict, n: int, tokens: int, programs: in
     def launch(i: int) -> None:
         sources = card.pool[(i % sets) * size :]
         if item["direction"] == "forward":
-            arguments = (sources, query, *counts, outs[i % sets], lses[i % sets])
+            arguments: tuple[Any, ...] = (sources, query, *counts, outs[i % sets], lses[i % sets])
         else:
             d_out, grads = card.pool[(1 + i % 2) * row :], card.grads[(i % grad_sets) * size :]
             arguments = (sources, query, d_out, outs[i % sets], rest, lses[i % sets], *counts, grads, partial)
         threads = (32 * item["tile"]["warps"],)
-        kernel((programs, 1), threads, (*arguments, *scratch), shared_mem=item["shared"], stream=card.stream)
+        kernel((1, programs), threads, (*arguments, *scratch), shared_mem=item["shared"], stream=card.stream)
 
     cp.cuda.Device().synchronize()
     ms = card.milliseconds(launch, 10 if size < 2**28 else 4)

@@ -281,7 +281,7 @@ def _launch(
         [a for v in inputs.values() for a in (v if isinstance(v, list) else [v])],
         [s for v in outputs.values() for s in (v if isinstance(v, list) else [v])],
         constants(call, chosen, pointers),
-        (_programs(call, groups, chosen.programs), groups),
+        (groups, _programs(call, groups, chosen.programs)),
         chosen.warps,
         call.interpret,
     )
@@ -327,7 +327,7 @@ def _programs(call: RouteCall, groups: int, per_multiprocessor: int) -> int:
         return min(call.tokens, 3)
     device = triton_launch.gpu()
     count = getattr(device, "core_count", None) or _MULTIPROCESSORS
-    return min(call.tokens, max(1, -(-count * per_multiprocessor // groups)))
+    return min(call.tokens, 65_535, max(1, -(-count * per_multiprocessor // groups)))  # CUDA's limit for this axis
 
 
 # Tiles.

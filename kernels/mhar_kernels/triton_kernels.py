@@ -213,13 +213,13 @@ def forward_body(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Programs (p, g) take tokens p, p + P, ... of group g."""
+    """Programs (g, p) take tokens p, p + P, ... of group g."""
     WIDE: tl.constexpr = tl.float64 if ITEMSIZE == 4 else tl.float32
     BEFORE: tl.constexpr = 0 if null_source is None else 1
     first = sources[0]
-    group = tl.program_id(1) + tl.full((), 0, tl.int64)
-    all_tokens = tl.num_programs(1) * tokens + tl.full((), 0, tl.int64)
-    program = group * tl.num_programs(0) + tl.program_id(0)
+    group = tl.program_id(0) + tl.full((), 0, tl.int64)
+    all_tokens = tl.num_programs(0) * tokens + tl.full((), 0, tl.int64)
+    program = group * tl.num_programs(1) + tl.program_id(1)
     if table is not None:
         table += program * NB
         _write_table(table, sources, NB)
@@ -227,7 +227,7 @@ def forward_body(
     heads = tl.arange(0, HB)[:, None, None]
     q = _load_query(query + group * D, query_low if query_low is None else query_low + group * D, H, K, HB, L, C, WIDE)
 
-    for t in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+    for t in tl.range(tl.program_id(1), tokens, tl.num_programs(1)):
         token = group * tokens + t
         offset = token * D
         if null_source is None:
@@ -351,14 +351,14 @@ def backward_body(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """Programs (p, g) take tokens p, p + P, ... of group g, and keep the sums over their tokens in registers."""
+    """Programs (g, p) take tokens p, p + P, ... of group g, and keep the sums over their tokens in registers."""
     WIDE: tl.constexpr = tl.float64 if ITEMSIZE == 4 else tl.float32
     BEFORE: tl.constexpr = 0 if null_source is None else 1
     first = sources[0]
     d_first = d_sources[0]
-    group = tl.program_id(1) + tl.full((), 0, tl.int64)
-    all_tokens = tl.num_programs(1) * tokens + tl.full((), 0, tl.int64)
-    program = group * tl.num_programs(0) + tl.program_id(0)
+    group = tl.program_id(0) + tl.full((), 0, tl.int64)
+    all_tokens = tl.num_programs(0) * tokens + tl.full((), 0, tl.int64)
+    program = group * tl.num_programs(1) + tl.program_id(1)
     d_table = table
     if table is not None:
         table += program * (2 * NB)
@@ -381,7 +381,7 @@ def backward_body(
         opening = tl.load(gate + group)
         dgate = tl.zeros((HB, 1, 1), tl.float32)
 
-    for t in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+    for t in tl.range(tl.program_id(1), tokens, tl.num_programs(1)):
         token = group * tokens + t
         offset = token * D
         at_head = token * H + heads
@@ -446,7 +446,7 @@ def backward_body(
                 at = ((n + BEFORE)[None, :, None] * all_tokens + token) * H + heads
                 dw += tl.load(d_weights + at, mask=exists & (heads < H), other=0.0)
             # Rows and heads that do not exist get weight 0, so nothing of them reaches a sum.
-            a = tl.where(exists & (heads < H), tl.exp(logit - norm), 0.0)
+            a = tl.exp(tl.where(exists & (heads < H), logit - norm, float("-inf")))
             dlogit = a * (dw - delta)
             key = dlogit * r
             radial = tl.sum(dlogit * logit, axis=0, keep_dims=True) * r * r / D

@@ -55,6 +55,14 @@ class TestTriton(RouteContract):
         assert error(jnp.stack(d_sources), grads["sources"]) < GRADIENT["float32"]
         assert error(d_query, grads["query"]) < GRADIENT["float32"]
 
+    def test_padding_under_very_negative_logits(self):
+        """Rows and heads of padding would weigh exp(0 - lse), which overflows where every real logit is below -1000."""
+        case = random_case(3, (2,), 24, 3, query_scale=0.0)
+        inputs = case.inputs | {"query": np.full(24, -400, np.float32), "norm_scale": np.ones(24, np.float32)}
+        inputs["sources"] = np.abs(inputs["sources"]) + 1
+        out, weights, grads = solve(inputs, case.cotangent, 3, case.eps)
+        self.check(dataclasses.replace(case, inputs=inputs, out=out, weights=weights, grads=grads))
+
     @pytest.mark.parametrize("n", [9, 40])
     def test_separate_arrays_equal_one_array_to_the_bit(self, n):
         case = random_case(n, (3,), 24, 3, dtype="bfloat16")

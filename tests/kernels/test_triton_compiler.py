@@ -17,7 +17,10 @@ from mhar_kernels.triton_resources import example, resources
 MODELS = [(9, 512, 4), (9, 1024, 8), (9, 1280, 8), (9, 4096, 8)]  # the paper's three widths, and 8B
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=SLOW), 90, pytest.param(100, marks=SLOW)])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("n", "dim", "heads"), MODELS)
 def test_compiles_to_machine_code_without_spills(n, dim, heads, direction, capability):
