@@ -108,12 +108,14 @@ class HarnessModel(TemplateLM):
         bar = tqdm(total=len(requests), disable=disable_tqdm, desc="log-likelihoods", unit="request")
         some = [i for i, count in enumerate(scored) if count]
         answers = [(0.0, True)] * len(requests)
-        for i, found in zip(some, self.scorer([sequences[i] for i in some], bar.update), strict=True):
-            count = scored[i]
-            answers[i] = math.fsum(found.logprobs[-count:].tolist()), bool(found.best[-count:].all())
+        for batch in self.scorer.batches([sequences[i] for i in some]):
+            for at, found in batch.items():
+                count = scored[some[at]]
+                answer = math.fsum(found.logprobs[-count:].tolist()), bool(found.best[-count:].all())
+                answers[some[at]] = answer
+                self.cache_hook.add_partial("loglikelihood", requests[some[at]][0], answer)
+            bar.update(len(batch))
         bar.close()
-        for (pair, _, _), answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", pair, answer)
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
@@ -126,10 +128,7 @@ class HarnessModel(TemplateLM):
         for members in groups.values():
             self._generate(requests, members, answers, bar.update)
         bar.close()
-        found = [answers[i] for i in range(len(requests))]
-        for request, answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, answer)
-        return found
+        return [answers[i] for i in range(len(requests))]
 
     def _generate(
         self, requests: list[Instance], members: list[int], answers: dict[int, str], done: Callable[[int], Any]
@@ -159,7 +158,9 @@ class HarnessModel(TemplateLM):
                 sampling=sampling,
                 stop=[stop for stop in options.get("until", []) if stop],
             )
-            answers.update((i, c.text) for i, c in zip(batch, completions, strict=True))
+            for i, completion in zip(batch, completions, strict=True):
+                answers[i] = completion.text
+                self.cache_hook.add_partial("generate_until", requests[i].args, completion.text)
             done(len(batch))
 
 
@@ -172,6 +173,7 @@ def run_tasks(
     num_fewshot: int | None = None,
     offline: bool = False,
     allow_code: bool = False,
+    cache: str | None = None,
 ) -> dict[str, Any]:
     """Runs tasks of the harness, or of YAML files in `task_directory`; its results, samples included.
 
@@ -183,6 +185,8 @@ def run_tasks(
       num_fewshot: examples before each item; None: the task's.
       offline: nothing is fetched.
       allow_code: run generated programs, as HumanEval and MBPP score them.
+      cache: beginning of a file name; answers are kept there as they come, so that a run that was stopped goes on. It
+        must be another one for every model.
 
     Raises:
       UserError: an unknown task, or one whose data cannot be read.
@@ -209,6 +213,7 @@ def run_tasks(
             num_fewshot=num_fewshot,
             limit=limit,
             task_manager=manager,
+            use_cache=cache,
             bootstrap_iters=1000,
             log_samples=True,
             confirm_run_unsafe_code=allow_code,

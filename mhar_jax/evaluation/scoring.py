@@ -1,6 +1,6 @@
 """Log-likelihoods of many token sequences: sorted by length, padded to few shapes, batched."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,18 +27,28 @@ class Scorer:
         self._score = placed.jit("score", lambda model, tokens, targets: model.score(tokens, targets))
 
     def __call__(self, sequences: Sequence[np.ndarray], progress: Callable[[int], None] | None = None) -> list[Scores]:
-        """Scores, in the order of `sequences`.
+        """Scores, in the order of `sequences`; arguments and errors as for `batches`.
+
+        `progress` is called with the number of sequences of each batch once it is done.
+        """
+        found: dict[int, Scores] = {}
+        for batch in self.batches(sequences):
+            found |= batch
+            if progress is not None:
+                progress(len(batch))
+        return [found[i] for i in range(len(sequences))]
+
+    def batches(self, sequences: Sequence[np.ndarray]) -> Iterator[dict[int, Scores]]:
+        """Scores by index in `sequences`, as they are made.
 
         Args:
           sequences: integer arrays [n], 2 <= n <= context + 1.
-          progress: called with the number of sequences of each batch once it is done.
 
         Raises:
           UserError: a sequence that is too short or too long, or a token outside the vocabulary.
         """
         for sequence in sequences:
             self._check(sequence)
-        found: list[Scores | None] = [None] * len(sequences)
         # The longest first: memory that does not suffice shows at once.
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
         while order:
@@ -51,12 +61,8 @@ class Scorer:
             for row, i in enumerate(take):
                 tokens[row, : len(sequences[i])] = sequences[i]
             logprobs, best = map(np.asarray, self._score(tokens[:, :-1], tokens[:, 1:]))
-            for row, i in enumerate(take):
-                count = len(sequences[i]) - 1
-                found[i] = Scores(logprobs[row, :count], best[row, :count])
-            if progress is not None:
-                progress(len(take))
-        return [scores for scores in found if scores is not None]
+            counts = [len(sequences[i]) - 1 for i in take]
+            yield {i: Scores(logprobs[r, :n], best[r, :n]) for r, (i, n) in enumerate(zip(take, counts, strict=True))}
 
     def _shorter(self, length: int) -> int:
         """Lengths up to here belong to a smaller bucket than `length`."""
