@@ -1,7 +1,7 @@
 """What the API hands a kernel backend, and what it expects back: one contract for every chip."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -67,7 +67,7 @@ class RouteForward(NamedTuple):
 
     out: jax.Array  # [T, D] storage dtype
     mix: jax.Array | None  # [T, D] storage dtype, before gate and residual; None where `out` is the mix
-    lse: jax.Array  # the softmax's statistics for the backward pass: [T, H] float32 log-denominators, or what it needs
+    lse: Any  # the softmax's statistics for the backward pass: [T, H] float32 log-denominators, or what it needs
     weights: jax.Array | None  # [N(+1), T, H] float32, null source first
 
 
@@ -75,7 +75,7 @@ class RouteSaved(NamedTuple):
     """What the forward pass keeps for the backward pass, beside the inputs."""
 
     mix: jax.Array  # [T, D]
-    lse: jax.Array  # as in RouteForward
+    lse: Any  # as in RouteForward
     weights: jax.Array | None  # [N(+1), T, H]
 
 

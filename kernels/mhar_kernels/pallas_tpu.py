@@ -78,7 +78,7 @@ def forward(call: RouteCall, arrays: RouteArrays) -> RouteForward:
     kept = {name: rest.pop(0)[:, : call.dim] for name in keep}
     weights = rest.pop(0) if call.return_weights else None
     statistics = Statistics(stats, kept.get("rest"))
-    return RouteForward(out[:, : call.dim], kept.get("mix"), statistics, weights)  # type: ignore[arg-type]
+    return RouteForward(out[:, : call.dim], kept.get("mix"), statistics, weights)
 
 
 def backward(
@@ -89,7 +89,7 @@ def backward(
     full_call = call
     call, arrays = _without_empty_stack(call, arrays)
     plan = backward_plan(call)
-    statistics: Statistics = saved.lse  # type: ignore[assignment]
+    statistics: Statistics = saved.lse
     given: dict[str, jax.Array | None] = {"d_out": d_out, "stats": statistics.softmax}
     if not plan.resident:
         given.update(mix=saved.mix, rest=statistics.rest)

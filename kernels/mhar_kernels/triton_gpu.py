@@ -70,14 +70,14 @@ def forward(call: RouteCall, arrays: RouteArrays) -> RouteForward:
             weights += result["logits_low"] - result["lse_low"]
         weights = jnp.exp(weights)
     statistics = Statistics(result["lse"], result.get("lse_low"), result.get("rest"))
-    return RouteForward(result["out"], result.get("mix"), statistics, weights)  # type: ignore[arg-type]
+    return RouteForward(result["out"], result.get("mix"), statistics, weights)
 
 
 def backward(
     call: RouteCall, arrays: RouteArrays, saved: RouteSaved, d_out: jax.Array, d_weights: jax.Array | None
 ) -> RouteGrads:
     """One more pass over the sources."""
-    statistics: Statistics = saved.lse  # type: ignore[assignment]
+    statistics: Statistics = saved.lse
     weighted = None
     if d_weights is not None:
         assert saved.weights is not None
