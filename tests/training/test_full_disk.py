@@ -11,11 +11,10 @@ from mhar_jax.training.checkpoints import list_steps
 from mhar_jax.training.metrics import EventFile, MetricsWriter
 
 
-def test_no_file_may_grow_any_more(there, tools, tmp_path):
-    """The limit on the size of a file, which the parameters pass and nothing else does."""
+def test_no_file_may_grow_any_more(here, there, tools, tmp_path):
+    """In a process of its own, under a limit on the size of a file that the parameters pass and nothing else does."""
     run_dir = tmp_path / "run"
-    done = there(f"--run_dir={run_dir}", "--steps=4", "--eval.every=0")
-    assert done.code == 0, done.err
+    assert here(f"--run_dir={run_dir}", "--steps=4", "--eval.every=0").code == 0
     before = tools.saved(run_dir, 4)
 
     more = (f"--run_dir={run_dir}", "--steps=6", "--checkpoint.every=1", "--eval.every=0")

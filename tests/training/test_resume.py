@@ -101,6 +101,25 @@ def test_terminated_run_goes_on_to_the_bit(here, tools, tmp_path, signal_at, meg
         assert len(saved["data"]["rows"]) == 8
 
 
+def test_a_damaged_checkpoint_costs_the_steps_after_the_one_before(here, tools, tmp_path, caplog):
+    run_dir = tmp_path / "run"
+    arguments = (f"--run_dir={run_dir}", "--checkpoint.every=3", "--eval.every=2")
+    assert here(*arguments).code == 0
+    state, losses = tools.saved(run_dir, 8), tools.losses(run_dir)
+    for step, file in ((8, "meta/metadata"), (6, "data/metadata")):
+        path = run_dir / "checkpoints" / str(step) / file
+        path.write_bytes(path.read_bytes()[:-9])
+    again = here(*arguments)
+    assert again.code == 0
+    assert "resuming after step 3" in again.out
+    warned = [r.getMessage() for r in caplog.records if r.name == "mhar_jax"]
+    assert [w.split(",")[0].rsplit("/", 1)[1] for w in warned] == ["8", "6"]
+    tools.assert_same(tools.saved(run_dir, 8), state)
+    assert tools.losses(run_dir) == losses, "steps 4 to 8 are there once"
+    names = {p.name for p in (run_dir / "checkpoints").iterdir()}
+    assert names == {"3", "6", "8", "6.damaged", "8.damaged"}
+
+
 def test_a_longer_run_continues_a_finished_one(here, tools, tmp_path):
     run_dir = tmp_path / "run"
     assert here(f"--run_dir={run_dir}", "--steps=4").code == 0

@@ -173,5 +173,21 @@ def test_one_run_compiles_each_program_once(here, monkeypatch, tmp_path, compile
     assert not any(e == "backend_compile" and "step" in n for e, n in compiled), "a finished run trains no more"
 
 
+def test_the_loop_moves_nothing_by_accident(here, monkeypatch, tmp_path):
+    """From the first step to the last: batches are put on the devices and numbers fetched, both explicitly."""
+    original = loop.Reports.add
+
+    def add(self, step, metrics):
+        if step == 2:
+            guard.__enter__()
+        original(self, step, metrics)
+        if step == 7:
+            guard.__exit__(None, None, None)
+
+    guard = jax.transfer_guard("disallow")
+    monkeypatch.setattr(loop.Reports, "add", add)
+    assert here(f"--run_dir={tmp_path / 'run'}", "--eval.every=3", "--checkpoint.every=3").code == 0
+
+
 def test_the_loop_is_short():
     assert len(pathlib.Path(loop.__file__).read_text().splitlines()) < 400
