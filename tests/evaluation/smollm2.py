@@ -99,22 +99,33 @@ def loop(directory: pathlib.Path) -> None:
         found = []
         for i, row in enumerate(rows):
             at = np.arange(start - 1, len(row) - 1)
-            found.append((log_p[i, at, row[start:]].sum(), bool((log_p[i, at].argmax(-1) == row[start:]).all())))
+            found.append((float(log_p[i, at, row[start:]].sum()), bool((log_p[i, at].argmax(-1) == row[start:]).all())))
         return found
 
     def read(name: str) -> list[dict]:
         return [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
 
-    found = [score(item["context"], [item["target"]])[0] for item in read("lambada")]
-    perplexity = math.exp(-sum(p for p, _ in found) / len(found))
-    print(f"lambada: acc {sum(greedy for _, greedy in found) / len(found)} perplexity {perplexity}", flush=True)
+    # Answers are kept as they come, so that a loop that was stopped goes on.
+    kept = directory / "loop.txt"
+    kept.touch()
+    done = [json.loads(line) for line in kept.read_text().splitlines()]
+    asked = [(item["context"], [item["target"]]) for item in read("lambada")]
+    asked += [(item["query"], [" " + c for c in item["choices"]]) for item in read("hellaswag")]
+    with kept.open("a") as file:
+        for context, continuations in asked[len(done) :]:
+            done.append(score(context, continuations))
+            file.write(json.dumps(done[-1]) + "\n")
+            file.flush()
+
+    lambada = [answers[0] for answers in done[: len(read("lambada"))]]
+    perplexity = math.exp(-sum(p for p, _ in lambada) / len(lambada))
+    print(f"lambada: acc {sum(greedy for _, greedy in lambada) / len(lambada)} perplexity {perplexity}")
     acc, acc_norm = [], []
-    for item in read("hellaswag"):
-        p = [p for p, _ in score(item["query"], [" " + c for c in item["choices"]])]
-        lengths = [len(c) for c in item["choices"]]
-        acc.append(int(np.argmax(p)) == item["label"])
-        acc_norm.append(int(np.argmax(np.array(p) / lengths)) == item["label"])
-    print(f"hellaswag: acc {sum(acc) / len(acc)} acc_norm {sum(acc_norm) / len(acc_norm)}", flush=True)
+    for item, answers in zip(read("hellaswag"), done[len(lambada) :], strict=True):
+        p = np.array([p for p, _ in answers])
+        acc.append(int(p.argmax()) == item["label"])
+        acc_norm.append(int((p / [len(c) for c in item["choices"]]).argmax()) == item["label"])
+    print(f"hellaswag: acc {sum(acc) / len(acc)} acc_norm {sum(acc_norm) / len(acc_norm)}")
 
 
 if __name__ == "__main__":

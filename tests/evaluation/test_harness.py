@@ -229,3 +229,31 @@ def test_unknown_tasks_and_directories(tasks):
         run_tasks(None, ["nonsense"], task_directory=str(tasks), offline=True)
     with pytest.raises(UserError, match="task directory /nowhere does not exist"):
         run_tasks(None, ["tiny_last"], task_directory="/nowhere", offline=True)
+
+
+def test_a_stopped_run_goes_on(tasks, tmp_path):
+    """Answers are kept as they come; asked again, the model computes only the rest."""
+    from mhar_jax.evaluation.harness import HarnessModel, run_tasks
+
+    model = HarnessModel(placed(tiny_model()), BYTES, batch_tokens=64)
+    asked = []
+    score = model.scorer.batches
+
+    def stopping(sequences):
+        asked.append(len(sequences))
+        for number, batch in enumerate(score(sequences)):
+            if len(asked) == 1 and number == 2:
+                raise KeyboardInterrupt
+            yield batch
+
+    model.scorer.batches = stopping
+    run = lambda: run_tasks(
+        model, ["tiny_last"], task_directory=str(tasks), offline=True, cache=str(tmp_path / "answers")
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    results = run()["results"]["tiny_last"]
+    assert asked[0] == 12
+    assert 0 < asked[1] < 12
+    model.scorer.batches = score
+    assert results == run_tasks(model, ["tiny_last"], task_directory=str(tasks), offline=True)["results"]["tiny_last"]
