@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 from mhar_kernels.pallas_common import HBM_SPEC, Inputs, Layout, load_entries, source_tile, store_entries, with_rest
 from mhar_kernels.pallas_heads import Entries, Tile, fold_rows, lane_tile
 from mhar_kernels.pallas_ring import Index, Ref, Ring, SourceRefs
-from mhar_kernels.pallas_scores import exponentials
+from mhar_kernels.pallas_scores import Logits, exponentials
 
 KERNEL = "depth_route_backward"
 
@@ -146,9 +146,9 @@ class _Pass:
     def _d_out(self, rows: pl.Slice) -> Tile:
         return lambda t: self.given.d_out[0, rows, lane_tile(t)].astype(jnp.float32)
 
-    def _weights(self, rows: pl.Slice, high: Entries, low: Entries | None) -> Entries:
+    def _weights(self, rows: pl.Slice, logits: Logits) -> Entries:
         top, log_total = load_entries(self.scratch.top, rows), load_entries(self.scratch.log_total, rows)
-        return exponentials(high, low, top, log_total)
+        return exponentials(logits, (top, log_total))
 
     def _gated(self, x: jax.Array) -> jax.Array:
         return x if self.given.gate is None else x * self.given.gate[0]
@@ -174,7 +174,7 @@ class _Pass:
             if given.mix is not None:
                 delta = heads.sums(lambda t: (d_out(t) * self._mix(rows, t),), membership)[0]
             elif given.null is not None:
-                weights = self._weights(rows, *self.layout.null_logit(given))
+                weights = self._weights(rows, self.layout.null_logit(given))
                 delta = [a * b for a, b in zip(weights, product, strict=True)]
             else:
                 entries, _, lanes = scratch.delta.shape
@@ -192,7 +192,7 @@ class _Pass:
             delta = load_entries(scratch.delta, rows)
             for i in range(count):
                 score = scorer.score(source_tile(scratch.buffer, slot, i, rows), [self._d_out(rows)])
-                weights, products = self._weights(rows, score.high, score.low), score.products[0]
+                weights, products = self._weights(rows, score.logits), score.products[0]
                 kept = heads.pack(weights, products, score.high, score.inverse_rms)
                 scratch.kept[first_source + i, rows, :] = kept
                 delta = [d + a * b for d, a, b in zip(delta, weights, products, strict=True)]
@@ -218,7 +218,7 @@ class _Pass:
                 scratch.packed_delta[rows, :] = heads.pack(delta)
             if outputs.null_mixed is None:
                 return
-            weights = self._weights(rows, *self.layout.null_logit(given))
+            weights = self._weights(rows, self.layout.null_logit(given))
             d_weights = self._d_weights(rows, load_entries(scratch.null_product, rows), 0)
             outputs.null_logit[0, 0] += fold_rows(heads.pack(_d_logits(weights, d_weights, delta)))
             spread, d_out = heads.spread([self._gated(x) for x in weights], membership), self._d_out(rows)
@@ -238,7 +238,7 @@ class _Pass:
         """From a score made here."""
         heads, membership = self.layout.heads, self.given.membership()
         score = self.layout.scorer(self.given, membership).score(source, [self._d_out(rows)])
-        weights, delta = self._weights(rows, score.high, score.low), load_entries(self.scratch.delta, rows)
+        weights, delta = self._weights(rows, score.logits), load_entries(self.scratch.delta, rows)
         d_logits = _d_logits(weights, self._d_weights(rows, score.products[0], n), delta)
         along = heads.across([a * b for a, b in zip(d_logits, score.high, strict=True)])
         return _Factors(

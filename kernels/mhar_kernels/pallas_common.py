@@ -14,7 +14,7 @@ from mhar_kernels.contract import RouteCall
 from mhar_kernels.pallas_heads import Entries, Heads, Tile, lane_tile
 from mhar_kernels.pallas_plan import Plan
 from mhar_kernels.pallas_ring import Ref
-from mhar_kernels.pallas_scores import Scorer
+from mhar_kernels.pallas_scores import Logits, Scorer
 
 
 @jax.tree_util.register_dataclass
@@ -91,7 +91,7 @@ class Layout:
         query = lambda t: given.query[0, 0:1, lane_tile(t)]
         return Scorer(self.heads, self.call.eps, self.exact, query, low, membership)
 
-    def null_logit(self, given: Inputs) -> tuple[Entries, Entries | None]:
+    def null_logit(self, given: Inputs) -> Logits:
         """Inside a kernel: the null source's logits for one group of rows, high and low."""
         rows = self.plan.group
         parts = [

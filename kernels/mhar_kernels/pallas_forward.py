@@ -10,9 +10,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from mhar_kernels.pallas_common import Inputs, Layout, load_entries, rest_of, source_tile, store_entries
-from mhar_kernels.pallas_heads import lane_tile
+from mhar_kernels.pallas_heads import Heads, lane_tile
 from mhar_kernels.pallas_ring import Ref, Ring, SourceRefs
-from mhar_kernels.pallas_scores import exponentials
+from mhar_kernels.pallas_scores import Logits, exponentials, largest
 
 KERNEL = "depth_route_forward"
 
@@ -32,7 +32,8 @@ class _Scratch:
     mix: Ref  # [rows, D] float32, times the softmax's sum
     top: Ref  # entries: largest logit so far
     total: Ref  # entries: sum of exp(logit - top)
-    tops: Ref  # [chunks, rows, H] `top` after each chunk, which its part of `weights` is relative to
+    top_low: Ref  # entries: the low part of `top`, of pairs
+    tops: Ref  # [chunks, rows, H or 2H]: `top` after each chunk, which its part of `weights` is relative to
 
 
 def forward_call(layout: Layout, inputs: Inputs, keep: tuple[str, ...]) -> list[jax.Array]:
@@ -54,19 +55,22 @@ def forward_call(layout: Layout, inputs: Inputs, keep: tuple[str, ...]) -> list[
     scratch = [
         pltpu.VMEM((plan.slots, plan.chunk, rows, dim), jnp.dtype(call.dtype)),
         pltpu.VMEM((rows, dim), jnp.float32),
-        pltpu.VMEM(layout.heads.entries_shape(rows), jnp.float32),
-        pltpu.VMEM(layout.heads.entries_shape(rows), jnp.float32),
+        *[pltpu.VMEM(layout.heads.entries_shape(rows), jnp.float32)] * (2 + layout.exact),
         pltpu.SemaphoreType.DMA((plan.slots,)),
     ]
     if call.return_weights:
-        scratch.append(pltpu.VMEM((plan.chunks, rows, heads), jnp.float32))
+        scratch.append(pltpu.VMEM((plan.chunks, rows, heads * (1 + layout.exact)), jnp.float32))
 
     def kernel(given: Inputs, outs: Sequence[Ref], temporaries: Sequence[Ref]) -> None:
         out, stats, *optional = outs
         kept = {name: optional.pop(0) if name in keep else None for name in ("mix", "rest")}
         outputs = _Outputs(out, stats, weights=optional.pop(0) if call.return_weights else None, **kept)
-        buffer, acc, top, total, semaphores, *tops = temporaries
-        _kernel(layout, given, outputs, _Scratch(buffer, acc, top, total, tops[0] if tops else None), semaphores)
+        left = list(temporaries)
+        buffer, acc, top, total = (left.pop(0) for _ in range(4))
+        top_low = left.pop(0) if layout.exact else None
+        semaphores = left.pop(0)
+        scratch = _Scratch(buffer, acc, top, total, top_low, left.pop(0) if left else None)
+        _kernel(layout, given, outputs, scratch, semaphores)
 
     return layout.run(kernel, KERNEL, inputs, shapes, specs, scratch, _cost(layout, keep))
 
@@ -105,27 +109,25 @@ def _mix_chunk(layout, given, outputs, scratch, slot, index, count):
     def visit(rows: pl.Slice) -> None:
         values = [source_tile(scratch.buffer, slot, i, rows) for i in range(count)]
         scores = [scorer.score(value) for value in values]
-        logits = [(s.high, s.low) for s in scores]
+        logits = [score.logits for score in scores]
         if is_first and call.has_null:
             values.insert(0, lambda t: given.null[0, 0:1, lane_tile(t)])
             logits.insert(0, layout.null_logit(given))
 
-        highs = [high for high, _ in logits]
-        old_top = None if is_first else load_entries(scratch.top, rows)
-        tops = highs if old_top is None else [old_top, *highs]
-        top = [functools.reduce(jnp.maximum, of_head) for of_head in zip(*tops, strict=True)]
-        weights = [exponentials(high, low, top) for high, low in logits]
+        old_top = None if is_first else _load_top(scratch, rows)
+        top = largest(logits if old_top is None else [old_top, *logits])
+        weights = [exponentials(x, top) for x in logits]
         total = [functools.reduce(jnp.add, of_head) for of_head in zip(*weights, strict=True)]
         rescale = None
         if old_top is not None:
-            scale = exponentials(old_top, None, top)
+            scale = exponentials(old_top, top)
             old_total = load_entries(scratch.total, rows)
             total = [new + old * x for new, old, x in zip(total, old_total, scale, strict=True)]
             rescale = heads.spread(scale, membership)
-        store_entries(scratch.top, rows, top)
+        _store_top(scratch, rows, top)
         store_entries(scratch.total, rows, total)
         if outputs.weights is not None:
-            scratch.tops[index, rows, :] = heads.pack(top)
+            scratch.tops[index, rows, :] = _pack_top(heads, top)
             offset = 0 if is_first else call.has_null + plan.first_source(index)
             for i, weight in enumerate(weights):
                 outputs.weights[0, offset + i, rows, :] = heads.pack(weight)
@@ -141,20 +143,36 @@ def _mix_chunk(layout, given, outputs, scratch, slot, index, count):
     layout.each_group(visit)
 
 
+def _load_top(scratch: _Scratch, rows: pl.Slice) -> Logits:
+    low = None if scratch.top_low is None else load_entries(scratch.top_low, rows)
+    return load_entries(scratch.top, rows), low
+
+
+def _store_top(scratch: _Scratch, rows: pl.Slice, top: Logits) -> None:
+    store_entries(scratch.top, rows, top[0])
+    if top[1] is not None:
+        store_entries(scratch.top_low, rows, top[1])
+
+
+def _pack_top(heads: Heads, top: Logits) -> jax.Array:
+    return heads.pack(top[0]) if top[1] is None else heads.pack(top[0], top[1])
+
+
 def _finish(layout: Layout, given: Inputs, outputs: _Outputs, scratch: _Scratch) -> None:
     """Divides by the softmax's sum, applies gate and residual, rounds once."""
     call, plan, heads = layout.call, layout.plan, layout.heads
     membership = given.membership()
 
     def visit(rows: pl.Slice) -> None:
-        top, total = load_entries(scratch.top, rows), load_entries(scratch.total, rows)
-        outputs.stats[0, rows, : call.num_heads] = heads.pack(top)
-        outputs.stats[0, rows, call.num_heads :] = heads.pack([jnp.log(x) for x in total])
-        divisor = heads.spread(total if layout.exact else [1.0 / x for x in total], membership)
+        top, total = _load_top(scratch, rows), load_entries(scratch.total, rows)
+        # Relative to the high part alone, as the backward kernel wants it.
+        logs = [jnp.log(x) for x in total]
+        logs = logs if top[1] is None else [x + low for x, low in zip(logs, top[1], strict=True)]
+        outputs.stats[0, rows, : call.num_heads] = heads.pack(top[0])
+        outputs.stats[0, rows, call.num_heads :] = heads.pack(logs)
+        inverse = heads.spread([1.0 / x for x in total], membership)
         for t in range(heads.tiles):
-            mix = scratch.mix[rows, lane_tile(t)]
-            # A true division in float32: one source alone is then the mix, however its weight was rounded.
-            mix = mix / jnp.where(divisor(t) == 0, 1.0, divisor(t)) if layout.exact else mix * divisor(t)
+            mix = scratch.mix[rows, lane_tile(t)] * inverse(t)
             if outputs.mix is not None:
                 outputs.mix[0, rows, lane_tile(t)] = mix.astype(outputs.mix.dtype)
             if outputs.rest is not None:
@@ -166,10 +184,13 @@ def _finish(layout: Layout, given: Inputs, outputs: _Outputs, scratch: _Scratch)
             outputs.out[0, rows, lane_tile(t)] = mix.astype(outputs.out.dtype)
 
         if outputs.weights is not None:
-            packed_top, packed_total = heads.pack(top), heads.pack(total)
+            packed_top, packed_total = _pack_top(heads, top), heads.pack(total)
 
             def normalise(index, start, count):
-                factor = jnp.exp(scratch.tops[index, rows, :] - packed_top) / packed_total
+                past = scratch.tops[index, rows, :] - packed_top
+                if layout.exact:
+                    past = past[:, : call.num_heads] + past[:, call.num_heads :]
+                factor = jnp.exp(past) / packed_total
                 for i in range(count):
                     outputs.weights[0, start + i, rows, :] = outputs.weights[0, start + i, rows, :] * factor
 

@@ -89,7 +89,7 @@ def forward_plan(call: RouteCall) -> Plan:
         size = _itemsize(call)
         per_row = slots * chunk * heads.padded * size + heads.padded * 4 + 2 * heads.padded * size
         per_row += 2 * heads.padded * size * (call.has_residual + len(kept_arrays(call)))
-        per_row += 2 * _lanes(2 * call.num_heads) + 2 * _entries_bytes(heads)
+        per_row += 2 * _lanes(2 * call.num_heads) + 3 * _entries_bytes(heads)
         per_row += (2 * call.rows + _chunks(call, chunk)) * _lanes(call.num_heads) * call.return_weights
         return rows * per_row + _constant_bytes(call, heads, rows)
 

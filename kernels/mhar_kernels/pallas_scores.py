@@ -8,6 +8,7 @@ each term is cut at a bit position set by the row's largest value, so that the u
 That costs four operations a term where a compensated addition takes eleven.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ class Score:
     low: Entries | None
     inverse_rms: jax.Array
     products: list[Entries]
+
+    @property
+    def logits(self) -> "Logits":
+        """Both parts."""
+        return self.high, self.low
 
 
 @dataclass(frozen=True)
@@ -82,17 +88,31 @@ class Scorer:
         return bound * (1.5 * 2.0 ** (23 - bits))
 
 
-def exponentials(high: Entries, low: Entries | None, reference: Entries, log_total: Entries | None = None) -> Entries:
-    """exp(high + low - reference - log_total). The difference of near logits is exact, so the digits in `low` count."""
-    out = []
-    for i, (h, top) in enumerate(zip(high, reference, strict=True)):
-        x = h - top
-        if log_total is not None:
-            x = x - log_total[i] if low is None else x + (low[i] - log_total[i])
-        elif low is not None:
-            x = x + low[i]
-        out.append(jnp.exp(x))
-    return out
+Logits = tuple[Entries, Entries | None]  # high and, of pairs, low
+
+
+def largest(logits: Sequence[Logits]) -> Logits:
+    """The largest of some logits, of each row and head. As pairs, so that its own exponential is exactly one."""
+    high = [functools.reduce(jnp.maximum, of_head) for of_head in zip(*(h for h, _ in logits), strict=True)]
+    lows = [low for _, low in logits if low is not None]
+    if not lows:
+        return high, None
+    at_top = [
+        [jnp.where(h == top, x, -jnp.inf) for h, x, top in zip(hs, xs, high, strict=True)]
+        for (hs, _), xs in zip(logits, lows, strict=True)
+    ]
+    return high, [functools.reduce(jnp.maximum, of_head) for of_head in zip(*at_top, strict=True)]
+
+
+def exponentials(logits: Logits, reference: Logits) -> Entries:
+    """exp(logits - reference). The difference of near logits is exact, so the digits in the low parts count."""
+    differences = [h - top for h, top in zip(logits[0], reference[0], strict=True)]
+    if reference[1] is not None and logits[1] is not None:
+        lows = zip(logits[1], reference[1], strict=True)
+        differences = [d + (x - y) for d, (x, y) in zip(differences, lows, strict=True)]
+    elif reference[1] is not None:
+        differences = [d - y for d, y in zip(differences, reference[1], strict=True)]
+    return [jnp.exp(d) for d in differences]
 
 
 def _row_sum(tiles: Sequence[jax.Array]) -> jax.Array:
