@@ -149,9 +149,8 @@ def save(figure: Figure, path: pathlib.Path) -> str:
       UserError: they cannot be written.
     """
     with styled():
-        if figure.get_layout_engine() is not None:  # laid out once, for both formats
-            figure.draw_without_rendering()
-            figure.set_layout_engine("none")
+        if figure.get_layout_engine() is not None:
+            _freeze_layout(figure)
         vector = io.StringIO()
         figure.savefig(vector, format="svg", metadata={"Date": None, "Creator": None})
         with writing("a picture", path.with_suffix(".svg")):
@@ -159,6 +158,14 @@ def save(figure: Figure, path: pathlib.Path) -> str:
         with writing("a picture", path.with_suffix(".png")):
             figure.savefig(path.with_suffix(".png"), metadata={"Software": None})
     return vector.getvalue()
+
+
+def _freeze_layout(figure: Figure) -> None:
+    """Lays the figure out once for all formats, and rounds: the solver's last digits differ from run to run."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        axes.set_position([round(float(edge), 3) for edge in axes.get_position().bounds])  # type: ignore[arg-type]
 
 
 def strongest(values: np.ndarray, has_choice: np.ndarray) -> float:

@@ -115,7 +115,11 @@ def _sections(groups: Sequence[Group], base: Group, missing: Sequence[str]) -> l
             rows.append([str(h), _mean(g), *cells])
         rows.append(["paper v2, 1B, 8 KV", "; ".join(f"H={h}: {x}" for h, x in paper.HEADS_V2.items()), *[""] * 4])
         where = f" ({describe(curve.rest)})" if curve.rest else ""
-        sections.append((f"Loss against routing heads{where}", curve.verdict, rows))
+        note = (
+            f"{curve.verdict[0].upper()}{curve.verdict[1:]} The intervals are at 95 % for the {len(curve.heads) - 1} "
+            "comparisons together (Bonferroni), since the lowest is chosen after the fact."
+        )
+        sections.append((f"Loss against routing heads{where}", note, rows))
 
     best = best_by_variant(groups)
     known = [v for v in best if v in paper.LOSS_V1]

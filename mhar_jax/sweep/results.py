@@ -112,8 +112,11 @@ def groups_of(runs: Sequence[Run]) -> list[Group]:
     return [Group(values, sorted(members, key=lambda r: r.seed)) for values, members in found.items()]
 
 
-def difference(group: Group, other: Group) -> Difference:
-    """`group` minus `other`, over the seeds for which the runs are paired."""
+def difference(group: Group, other: Group, *, comparisons: int = 1) -> Difference:
+    """`group` minus `other`, over the seeds for which the runs are paired.
+
+    The interval is at 95 % for all of so many comparisons together (Bonferroni).
+    """
     pairs = [
         run.tail - base.tail
         for run in group.runs
@@ -124,7 +127,7 @@ def difference(group: Group, other: Group) -> Difference:
     if not n:
         return Difference(math.nan, math.nan, 0, math.nan, math.nan)
     mean, std, _ = mean_std(pairs)
-    half = float(stats.t.ppf(0.975, n - 1)) * std / math.sqrt(n) if n > 1 else math.nan
+    half = float(stats.t.ppf(1 - 0.025 / comparisons, n - 1)) * std / math.sqrt(n) if n > 1 else math.nan
     return Difference(mean, std, n, mean - half, mean + half)
 
 
@@ -136,7 +139,7 @@ class HeadCurve:
     groups: list[Group]  # by rising H
     heads: list[int]
     best: int  # index of the lowest tail-mean
-    against_best: list[Difference]  # each minus the best
+    against_best: list[Difference]  # each minus the best, at 95 % for all of them together
 
     @property
     def verdict(self) -> str:
@@ -177,7 +180,8 @@ def head_curves(groups: Sequence[Group]) -> list[HeadCurve]:
             continue
         members = sorted(members, key=lambda g: g.value(field))
         best = int(np.argmin([g.tail.mean for g in members]))
-        against = [difference(g, members[best]) for g in members]
+        # The lowest is chosen after the fact, which flatters it: one interval for all comparisons together.
+        against = [difference(g, members[best], comparisons=len(members) - 1) for g in members]
         curves.append(HeadCurve(rest, members, [int(g.value(field)) for g in members], best, against))
     return curves
 
