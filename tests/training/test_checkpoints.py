@@ -123,6 +123,18 @@ def test_a_missing_item_is_damage(world, tools, copy, item):
     assert restore(world, copy).step == 2
 
 
+@pytest.mark.parametrize(
+    ("item", "digit", "changed"), [("data", '"next_batch": 3', '"next_batch": 7'), ("meta", '"seed": 42', '"seed": 43')]
+)
+def test_a_flipped_bit_that_still_reads_as_json(world, copy, item, digit, changed):
+    """Not another config, and no skipped data: damage."""
+    path = copy / "checkpoints" / "3" / item / "metadata"
+    content = path.read_text()
+    assert digit in content
+    path.write_text(content.replace(digit, changed))
+    assert restore(world, copy).step == 2
+
+
 def test_a_step_set_aside_can_be_saved_again(world, tools, copy):
     cut(copy / "checkpoints" / "3" / "meta" / "metadata")
     for round_number in (1, 2):
