@@ -1,5 +1,6 @@
 """Losses and gradients on eight simulated devices equal one device's."""
 
+import re
 from typing import get_args
 
 import jax
@@ -69,25 +70,25 @@ def test_each_variant_on_every_mesh(tools, variant):
     check(tools, variant, [*PURE, *MIXED], model={"num_layers": 2, "num_blocks": 2})
 
 
-def test_no_step_replicates_what_could_stay_split(tools, capfd):
-    """The partitioner says so on standard error when it gives up and gathers an array everywhere."""
+def test_no_device_holds_all_logits(tools):
     config = tools.config(model={"variant": "additive"}, optimizer={"ema": 0.0}, batch_size=16, seq_len=24)
     trainer = tools.trainer(config, (2, 2, 2))
-    capfd.readouterr()
-    text = trainer.step.lower(trainer.shapes, trainer.batch).compile().as_text()
-    assert "rematerialization" not in capfd.readouterr().err
-    # Each device's share of the batch and of the parameters, and no array as large as either's whole.
     assert trainer.batch.sharding.spec == BATCH
-    assert "f32[16,24,384]" not in text
-    assert "f32[8,24,384]" not in text
+    text = trainer.step.lower(trainer.shapes, trainer.batch).compile().as_text()
+    shapes = set(re.findall(r"f32\[([\d,]+)\]", text))
+    assert "2,24,32" in shapes, "a device's activations of a micro-batch"
+    assert not shapes & {"8,24,32", "16,24,32", "8,24,384", "16,24,384", "192,384", "384,384"}
 
 
 def test_a_whole_run(here, there, tools, tmp_path):
     run_dir = tmp_path / "run"
+    # Warnings of the compiler are shown, and programs are not taken from the cache.
+    options = {"devices": 8, "environment": {"TF_CPP_MIN_LOG_LEVEL": "1", "JAX_ENABLE_COMPILATION_CACHE": "false"}}
     outcome = there(
-        f"--run_dir={run_dir}", "--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--checkpoint.every=4", devices=8
+        f"--run_dir={run_dir}", "--mesh.data=2", "--mesh.fsdp=2", "--mesh.tensor=2", "--checkpoint.every=4", **options
     )
-    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.code == 0, outcome.err
+    assert "rematerialization" not in outcome.err, "the partitioner gathers an array because it knows no other way"
     assert "8 x cpu (cpu), mesh data=2, fsdp=2, tensor=2" in outcome.out
     assert (run_dir / "routing.png").stat().st_size > 1000
     one = tmp_path / "one"
