@@ -41,7 +41,7 @@ def arguments_parser() -> argparse.ArgumentParser:
         ("--data", str, None, "file, glob or directory of text; None: what the run held out"),
         ("--out", str, None, "directory for the report; None: CHECKPOINT/inspect"),
         ("--tokens", _positive, 16384, "tokens for the maps"),
-        ("--probe-tokens", _positive, 4096, "tokens for the probe of the queries"),
+        ("--probe-tokens", _positive, 2048, "tokens for the probe of the queries"),
         ("--ablation-tokens", _not_negative, 2048, "tokens for the ablations; 0: no ablations"),
         ("--sample-tokens", _positive, 96, "tokens from the start of the text to look at singly"),
         ("--slices", _positive, 4, "slices of a query in the probe"),
