@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -261,7 +262,7 @@ def _read_json(item: pathlib.Path) -> Any:
 
 def _read_arrays(item: pathlib.Path, shapes: Any, name: str, checksums: Mapping[str, int]) -> Any:
     """The arrays of an item, sharded as `shapes` says, seen to match the checksums of the state they are part of."""
-    with _quiet("asyncio"), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+    with _one_error_only(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
         leaves, structure = jax.tree.flatten(reader.restore(item, args=ocp.args.StandardRestore(shapes)))
     for i, leaf in enumerate(leaves):
         leaves[i] = jnp.copy(leaf)  # the checkpoint library's buffers cannot be donated; one at a time, to save memory
@@ -273,14 +274,38 @@ def _read_arrays(item: pathlib.Path, shapes: Any, name: str, checksums: Mapping[
 
 
 @contextlib.contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """asyncio logs the traceback of every read that another failed read has cancelled; one of them is raised anyway."""
-    before = logging.getLogger(logger).level
-    logging.getLogger(logger).setLevel(logging.CRITICAL)
+def _one_error_only() -> Iterator[None]:
+    """When a read fails, the others are cancelled, and each would print a traceback of its own: at once through
+    asyncio's log, or later, when it ends and finds its event loop closed. The first error is raised anyway."""
+    logger = logging.getLogger("asyncio")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
+    except BaseException:
+        _ignore_late_reads()
+        raise
     finally:
-        logging.getLogger(logger).setLevel(before)
+        logger.setLevel(level)
+
+
+def _ignore_late_reads() -> None:
+    before = sys.unraisablehook
+    if isinstance(before, _LateReads):
+        return
+    sys.unraisablehook = _LateReads(before)
+
+
+class _LateReads:
+    """A hook for exceptions that nobody can catch, which keeps those of late reads to itself."""
+
+    def __init__(self, before: Callable[[Any], Any]):
+        self._before = before
+
+    def __call__(self, unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if not (isinstance(error, RuntimeError) and "Event loop is closed" in str(error)):
+            self._before(unraisable)
 
 
 @contextlib.contextmanager

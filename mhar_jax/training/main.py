@@ -1,6 +1,7 @@
 """The command line of `train.py`."""
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,8 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     file, overrides = parse(arguments)
     config = load_config(file, overrides)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
-    for noisy in ("absl", "orbax", "jax"):
-        logging.getLogger(noisy).setLevel(logging.CRITICAL)  # their errors arrive as exceptions
+    quiet = ["absl", "orbax"]  # their errors arrive as exceptions
+    if "TF_CPP_MIN_LOG_LEVEL" not in os.environ:  # who sets it wants to read the compiler's warnings
+        quiet.append("jax")
+    for name in quiet:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
 
     prefer_present_hardware()  # before JAX looks for devices
     from mhar_jax.training.loop import train
