@@ -63,7 +63,7 @@ def train(config: Config) -> None:
         state, start = _resume(config, checkpoints, trainer, iterator, str(data["fingerprint"]))
         if first_process:
             write_config(config, run_dir / "config.yaml")
-        writer = MetricsWriter(config, run_dir, start_step=start) if first_process else NoMetrics()
+        writer = MetricsWriter(config, run_dir, first_step=start + 1 if start else 0) if first_process else NoMetrics()
         resources.enter_context(contextlib.closing(writer))
         progress = resources.enter_context(contextlib.closing(Progress(config.steps, start, quiet=not first_process)))
         for line in _headline(config, trainer, data, start):

@@ -28,8 +28,8 @@ def check_wandb(config: Config) -> None:
 class MetricsWriter:
     """Writes one line of `metrics.jsonl` a call, and the same numbers to the other outputs that are on."""
 
-    def __init__(self, config: Config, run_dir: pathlib.Path, *, start_step: int):
-        """Lines after `start_step` are of steps that are about to be repeated, and are dropped.
+    def __init__(self, config: Config, run_dir: pathlib.Path, *, first_step: int):
+        """Lines from `first_step` on (0: the evaluation before any step) are about to be repeated, and are dropped.
 
         Raises:
           UserError: an output cannot be written.
@@ -39,12 +39,12 @@ class MetricsWriter:
         self._wandb: Any = None
         if config.log.tensorboard:
             with writing("TensorBoard events", run_dir / "tensorboard"):
-                self._tensorboard = EventFile(run_dir / "tensorboard", first_step=start_step + 1)
+                self._tensorboard = EventFile(run_dir / "tensorboard", first_step=first_step)
         with contextlib.ExitStack() as undo:
             if self._tensorboard is not None:
                 undo.callback(self._tensorboard.close)
             with writing("metrics", self.path):
-                _keep_lines_until(self.path, start_step)
+                _keep_lines_before(self.path, first_step)
                 self._file = self.path.open("ab", buffering=0)
             undo.pop_all()
         if config.log.wandb_project is not None:
@@ -183,12 +183,12 @@ def holds_metrics(path: pathlib.Path) -> bool:
     return not first or _step_of(first.decode("utf-8", errors="replace")) is not None
 
 
-def _keep_lines_until(path: pathlib.Path, step: int) -> None:
-    """Drops the lines of later steps, and one that a kill cut short."""
+def _keep_lines_before(path: pathlib.Path, step: int) -> None:
+    """Drops the lines from a step on, and one that a kill cut short."""
     if not path.exists():
         return
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    kept = [line + "\n" for line in lines if (at := _step_of(line)) is not None and at <= step]
+    kept = [line + "\n" for line in lines if (at := _step_of(line)) is not None and at < step]
     aside = path.with_suffix(".jsonl.tmp")
     aside.write_text("".join(kept), encoding="utf-8")
     os.replace(aside, path)

@@ -73,14 +73,14 @@ def test_every_file_of_a_run(here, tools, tmp_path, monkeypatch, target):
         name = run_dir / ("config.yaml.tmp" if target == "config.yaml" else target)
     name.symlink_to("/dev/full")
     if target == "metrics.jsonl":
-        monkeypatch.setattr("mhar_jax.training.metrics._keep_lines_until", lambda path, step: None)
+        monkeypatch.setattr("mhar_jax.training.metrics._keep_lines_before", lambda path, step: None)
     sentence = here(f"--run_dir={run_dir}", "--log.tensorboard=true").one_sentence()
     assert "No space left on device" in sentence
     assert str(name.parent if target == "events" else name).removesuffix(".tmp") in sentence
 
 
 def test_short_writes_are_completed(tools, tmp_path, monkeypatch):
-    writer = MetricsWriter(tools.config(), tmp_path, start_step=0)
+    writer = MetricsWriter(tools.config(), tmp_path, first_step=0)
     real = writer._file
 
     class Trickle:

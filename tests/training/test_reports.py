@@ -186,7 +186,7 @@ def test_a_run_writes_every_number_everywhere(here, tools, tmp_path):
     (file,) = (run_dir / "tensorboard").iterdir()
     first, start, *scalars = read_events(file)
     assert first.file_version == "brain.Event:2"
-    assert start.step == 1
+    assert start.step == 0
     found = {(e.step, v.tag): v.simple_value for e in scalars for v in e.summary.value}
     expected = {(line["step"], k): v for line in lines for k, v in line.items() if k != "step"}
     assert found == pytest.approx(expected, rel=1e-6)
@@ -218,7 +218,7 @@ def test_lines_of_repeated_steps_are_dropped(tools, tmp_path):
     path.write_bytes(
         b'{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n\xff\n{"step": 3, "loss": 1.0}\n{"step": 2, "lo'
     )
-    MetricsWriter(tools.config(), tmp_path, start_step=2).close()
+    MetricsWriter(tools.config(), tmp_path, first_step=3).close()
     assert tools.metrics(tmp_path) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}]
 
 
@@ -231,7 +231,7 @@ def test_weights_and_biases(tools, tmp_path, monkeypatch):
     fake.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
     fake.init = lambda **settings: (calls.append(settings), run)[1]
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    writer = MetricsWriter(tools.config(log={"wandb_project": "p"}), tmp_path, start_step=0)
+    writer = MetricsWriter(tools.config(log={"wandb_project": "p"}), tmp_path, first_step=0)
     writer.write(1, {"loss": 2.0})
     writer.close()
     assert calls[0]["project"] == "p"

@@ -2,7 +2,10 @@
 
 import os
 import pathlib
+import random
+import shutil
 import signal
+import subprocess
 import time
 
 import jax
@@ -118,6 +121,42 @@ def test_a_damaged_checkpoint_costs_the_steps_after_the_one_before(here, tools, 
     assert tools.losses(run_dir) == losses, "steps 4 to 8 are there once"
     names = {p.name for p in (run_dir / "checkpoints").iterdir()}
     assert names == {"3", "6", "8", "6.damaged", "8.damaged"}
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_again(here, tools, tmp_path):
+    run_dir = tmp_path / "run"
+    assert here(f"--run_dir={run_dir}").code == 0
+    state, losses = tools.saved(run_dir, 8), tools.losses(run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "8")
+    assert here(f"--run_dir={run_dir}").code == 0
+    tools.assert_same(tools.saved(run_dir, 8), state)
+    assert tools.losses(run_dir) == losses, "also the evaluation before the first step is there once"
+
+
+@pytest.mark.slow
+def test_kills_at_any_moment(start, there, tools, tmp_path):
+    """Each step is saved, so most of the kills land inside a save."""
+    straight, broken = tmp_path / "straight", tmp_path / "broken"
+    arguments = ("--steps=60", "--checkpoint.every=1", "--checkpoint.keep=2", "--eval.every=10")
+    assert there(f"--run_dir={straight}", *arguments).code == 0
+    draws, metrics, kills = random.Random(0), broken / "metrics.jsonl", 0
+    for _ in range(60):
+        process = start(f"--run_dir={broken}", *arguments)
+        size = metrics.stat().st_size if metrics.exists() else 0
+        while process.poll() is None and not (metrics.exists() and metrics.stat().st_size > size):
+            time.sleep(0.005)
+        try:
+            process.wait(draws.uniform(0, 1.5))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            kills += 1
+            continue
+        break
+    out, err = process.communicate()
+    assert (process.returncode, err) == (0, ""), out
+    assert kills > 3
+    tools.assert_same(tools.saved(broken, 60), tools.saved(straight, 60))
+    assert tools.losses(broken) == tools.losses(straight)
 
 
 def test_a_longer_run_continues_a_finished_one(here, tools, tmp_path):
