@@ -22,7 +22,7 @@ def load_model(path: str | pathlib.Path, mesh: Mesh | None = None) -> tuple[Deco
 
     Args:
       path: of the directory or file.
-      mesh: lays a run's parameters out over its devices as they are read; None: the first device holds everything.
+      mesh: lays the parameters out over its devices as they are read; None: the first device holds everything.
 
     Raises:
       UserError: neither, or something in it is missing, damaged or unknown.
@@ -31,14 +31,14 @@ def load_model(path: str | pathlib.Path, mesh: Mesh | None = None) -> tuple[Deco
     if directory.suffix == ".gguf" and directory.is_file():
         from mhar_jax.huggingface.gguf import load_gguf
 
-        model, model_config = load_gguf(directory)
+        model, model_config = load_gguf(directory, mesh)
         return model, Config(model=model_config, seq_len=model_config.context, run_dir=str(directory))
     if not directory.is_dir():
         raise UserError(f"a model is a directory or a .gguf file, and {directory} is neither")
     if (directory / "config.json").is_file():
         from mhar_jax.huggingface import load_huggingface
 
-        model, model_config = load_huggingface(directory)
+        model, model_config = load_huggingface(directory, mesh)
         return model, Config(model=model_config, seq_len=model_config.context, run_dir=str(directory))
     if (directory / "checkpoints").is_dir():
         from mhar_jax.training.checkpoints import read_params

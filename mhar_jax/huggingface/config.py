@@ -61,7 +61,7 @@ def model_config(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     try:
         return ModelConfig(**(fields | overrides))
     except ValueError as error:
-        raise UserError(f"config.json describes no model that can be built: {_reason(error)}") from error
+        raise UserError(f"config.json describes no model that can be built: {first_complaint(error)}") from error
 
 
 def _routing(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _get(hf: Mapping[str, Any], key: str) -> Any:
     return hf[key]
 
 
-def _reason(error: ValueError) -> str:
+def first_complaint(error: ValueError) -> str:
     """The first complaint of a pydantic error, in one line."""
     errors = getattr(error, "errors", None)
     if errors is None:

@@ -4,10 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.errors import UserError, one_line
-from mhar_jax.huggingface.load import read_model
+from mhar_jax.huggingface.config import first_complaint
+from mhar_jax.huggingface.load import TensorParameters, read_model
 from mhar_jax.models import Decoder
 
 # Our Hugging Face names of a layer's tensors, and llama.cpp's.
@@ -61,6 +63,10 @@ class GGUFFile:
         """Shape of a tensor, without reading it."""
         return tuple(int(n) for n in reversed(self._tensors[self._ours[name]].shape))
 
+    def dtype(self, name: str) -> np.dtype:
+        """float32, whatever the file stores."""
+        return np.dtype(np.float32)
+
     def read(self, name: str) -> np.ndarray:
         """A tensor, dequantised to float32."""
         from gguf.quants import dequantize
@@ -94,15 +100,21 @@ def rotary_halves(weight: np.ndarray, heads: int) -> np.ndarray:
     return np.swapaxes(pairs, 1, 2).reshape(weight.shape)
 
 
-def load_gguf(path: str | Path, **model_overrides: Any) -> tuple[Decoder, ModelConfig]:
-    """The model of a GGUF file, dequantised, and its config; `model_overrides` as in `load_huggingface`.
+def load_gguf(path: str | Path, mesh: Mesh | None = None, **model_overrides: Any) -> tuple[Decoder, ModelConfig]:
+    """The model of a GGUF file, dequantised, and its config; `mesh` and `model_overrides` as in
+    `load_huggingface`.
 
     Raises:
       UserError: not GGUF, not Llama architecture, or tensors that do not fit.
     """
+    found = open_gguf(path, **model_overrides)
+    return read_model(found, mesh), found.config
+
+
+def open_gguf(path: str | Path, **model_overrides: Any) -> TensorParameters:
+    """The parameters of a GGUF file, dequantised when they are asked for; arguments and errors as `load_gguf`."""
     file = GGUFFile(path)
-    config = gguf_config(file, **model_overrides)
-    return read_model(file, config, file.path), config
+    return TensorParameters(file, gguf_config(file, **model_overrides), file.path)
 
 
 def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
@@ -118,6 +130,8 @@ def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
     if scaling != "none" or "rope_freqs.weight" in file.names:
         raise UserError(f"{file.path}: scaled rotary positions are not read from GGUF; use the Hugging Face directory")
     heads = file.field("llama.attention.head_count")
+    if "model.embed_tokens.weight" not in file.names or not isinstance(heads, int) or heads < 1:
+        raise UserError(f"{file.path} must hold token_embd.weight and one number of attention heads, and does not")
     width = file.field("llama.embedding_length")
     fields = {
         "variant": "additive",
@@ -134,4 +148,7 @@ def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
         "norm_eps": round(file.field("llama.attention.layer_norm_rms_epsilon"), 12),  # stored as float32
         "rope_theta": file.field("llama.rope.freq_base", 10000.0),
     }
-    return ModelConfig(**(fields | model_overrides))
+    try:
+        return ModelConfig(**(fields | model_overrides))
+    except ValueError as error:
+        raise UserError(f"{file.path} describes no model that can be built: {first_complaint(error)}") from None

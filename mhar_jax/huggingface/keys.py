@@ -60,8 +60,14 @@ def key_table(config: ModelConfig) -> list[Key]:
         ]
     table += [Key("model.norm.weight", ("final_norm",), (width,)), *_routing_keys(config)]
     if not config.tie_embeddings:
-        table.append(linear("lm_head", ("head",), width, config.vocab_size))
+        table.append(head_key(config))
     return table
+
+
+def head_key(config: ModelConfig) -> Key:
+    """The output matrix, which tied models may hold a second time."""
+    assert config.vocab_size is not None
+    return Key("lm_head.weight", ("head",), (config.vocab_size, config.d_model), transpose=True)
 
 
 def _routing_keys(config: ModelConfig) -> list[Key]:

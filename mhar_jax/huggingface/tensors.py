@@ -2,11 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from mhar_jax.errors import UserError
+from mhar_jax.huggingface.safetensors import Entry, read_header, read_tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -15,44 +15,42 @@ class TensorFiles:
     """The tensors of one directory, by name; each is read from disk when it is asked for."""
 
     def __init__(self, directory: Path):
-        """Opens `model.safetensors`, or the shards that `model.safetensors.index.json` names.
+        """Reads the header of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
 
         Raises:
           UserError: no such file, a shard that is missing or outside the directory, a tensor in two shards, an index
-            that disagrees with its shards, or an unreadable file.
+            that disagrees with its shards, or a header that does not describe its file.
         """
-        try:
-            from safetensors import safe_open
-        except ImportError as error:
-            raise UserError("reading Hugging Face directories needs the safetensors package: extra `hf`") from error
-        self._files: dict[str, Any] = {}
-        self._names: dict[str, str] = {}
+        self._entries: dict[str, tuple[str, Entry]] = {}
+        self._directory = directory
         for file in _files(directory):
-            try:
-                self._files[file] = safe_open(directory / file, framework="numpy")
-            except Exception as error:  # safetensors raises its own, undocumented errors
-                raise UserError(f"{directory / file} is not a readable safetensors file: {error}") from error
-            for name in list(self._files[file].keys()):
-                if name in self._names:
-                    raise UserError(f"tensor {name} is in two files, {self._names[name]} and {file}, of {directory}")
-                self._names[name] = file
-        listed = _index(directory)
-        if listed is not None and listed != self._names:
-            wrong = sorted(set(listed.items()) ^ set(self._names.items()))
+            for name, entry in read_header(directory / file).items():
+                if name in self._entries:
+                    first = self._entries[name][0]
+                    raise UserError(f"tensor {name} is in two files, {first} and {file}, of {directory}")
+                self._entries[name] = (file, entry)
+        listed, found = _index(directory), {name: file for name, (file, _) in self._entries.items()}
+        if listed is not None and listed != found:
+            wrong = sorted(set(listed.items()) ^ set(found.items()))
             raise UserError(f"{directory / INDEX} does not agree with its shards, for instance about {wrong[0][0]}")
 
     @property
     def names(self) -> set[str]:
         """All tensor names."""
-        return set(self._names)
+        return set(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
-        return tuple(self._files[self._names[name]].get_slice(name).get_shape())
+        return self._entries[name][1].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        """The dtype that `read` gives."""
+        return self._entries[name][1].dtype
 
     def read(self, name: str) -> np.ndarray:
         """A tensor in its stored dtype (bfloat16 as ml_dtypes')."""
-        return self._files[self._names[name]].get_tensor(name)
+        file, entry = self._entries[name]
+        return read_tensor(self._directory / file, entry)
 
 
 def _index(directory: Path) -> dict[str, str] | None:
@@ -60,12 +58,13 @@ def _index(directory: Path) -> dict[str, str] | None:
     if not path.is_file():
         return None
     try:
-        listed = json.loads(path.read_text())["weight_map"]
-        files = set(listed.values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} must be JSON with a weight_map from tensor to file name, and is not") from error
-    for file in sorted(map(str, files)):
-        if Path(file).name != file:
+        listed = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        if not all(isinstance(file, str) for file in listed.values()):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UserError(f"{path} must be JSON with a weight_map from tensor to file name, and is not") from None
+    for file in sorted(set(listed.values())):
+        if Path(file).name != file or file == "..":
             raise UserError(f"{path} must name files of its own directory, got {file!r}")
         if not (directory / file).is_file():
             raise UserError(f"{path} names the shard {file}, which is not there")
