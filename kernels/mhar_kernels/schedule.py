@@ -5,15 +5,14 @@ The sites are cut into blocks of S. Forward, when a block starts, one pass over 
 sites; each site then adds the at most S sources inside the block. Backward, when a block is about to be entered, one
 pass over all later sites' cotangents serves all its S sources; each source then adds the sites inside the block, and is
 finished when its own site's cotangent arrives. Nothing is pushed: there is no history-sized gradient accumulator.
+
+What moves bytes are the stages, one implementation a backend: `stages_xla`, `stages_triton`, `stages_pallas`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-
-from mhar_kernels import stages_xla as stages
 
 Sublayer = Callable[[Any, jax.Array], jax.Array]
 
@@ -26,6 +25,7 @@ class Plan(NamedTuple):
     eps: float
     block_size: int
     remat: str
+    interpret: bool = False
 
     @property
     def num_sites(self) -> int:
@@ -37,31 +37,58 @@ class Plan(NamedTuple):
         n, s = self.num_sites, self.block_size
         return [range(start, min(start + s, n)) for start in range(0, n, s)]
 
+    def block_of(self, site: int) -> range:
+        """The block that holds a site."""
+        return self.blocks()[site // self.block_size]
 
-class History(NamedTuple):
-    """All sources so far and what is known of them, in buffers of full depth that are updated in place."""
 
-    sources: jax.Array  # [N, ..., D]
-    inverse_rms: jax.Array  # [N, ...]
-    logits: stages.Logits  # [N, sites, ..., H]; of site i >= source n
+class Stages(Protocol):
+    """What a backend computes. The histories are pytrees of its own; buffers in them are updated in place.
 
-    def read(self, sources: slice, sites: slice) -> tuple[jax.Array, stages.Logits]:
-        """Some sources, and their logits at some sites."""
-        return self.sources[sources], jax.tree.map(lambda a: a[sources, sites], self.logits)
+    Arrays keep their leading axes `...`; only `query_gradient` adds over them.
+    """
+
+    def start(self, plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -> Any:
+        """An empty history for sources like x [..., D]; effective queries [sites, D] float32, and what they lost."""
+
+    def mix(self, plan: Plan, history: Any, block: range) -> Any:
+        """What the sources before the block give to the mixes of all its sites: one pass over them."""
+
+    def merge(self, plan: Plan, history: Any, site: int, source: jax.Array, outside: Any) -> tuple[Any, jax.Array]:
+        """Source `site` enters the history; the history, and the site's mix [..., D] over sources 0 to `site`.
+
+        outside: of `mix` for the site's block, or None in the first block.
+        """
+
+    def begin(self, plan: Plan, history: Any) -> Any:
+        """The empty backward history."""
+
+    def pull(self, plan: Plan, history: Any, later: Any, block: range) -> tuple[Any, Any]:
+        """What all sites behind the block give to the gradients of its sources: one pass over their cotangents."""
+
+    def finish(
+        self, plan: Plan, history: Any, later: Any, site: int, mix: jax.Array, cotangent: jax.Array, outside: Any
+    ) -> tuple[Any, jax.Array]:
+        """The cotangent of site `site`'s mix enters the backward history; that, and the gradient of source `site`.
+
+        mix: what `merge` gave. outside: of `pull` for the site's block, or None in the last block.
+        """
+
+    def query_gradient(self, plan: Plan, history: Any, later: Any) -> jax.Array:
+        """The gradient [sites, D] float32 of the effective queries, from complete histories."""
 
 
 class _Kept(NamedTuple):
-    """What the forward pass keeps, with one mix, one vjp a site and statistics stacked over sites."""
+    """What the forward pass keeps: one mix a site, one vjp a sublayer."""
 
-    queries: jax.Array
-    low: jax.Array | None
-    history: History
+    history: Any
     mixes: list[jax.Array]
-    statistics: stages.Statistics
     vjps: list[Any]
 
 
-def run(plan: Plan, params: Sequence[Any], x: jax.Array, queries: jax.Array, low: jax.Array | None) -> jax.Array:
+def run(
+    plan: Plan, stages: Stages, params: Sequence[Any], x: jax.Array, queries: jax.Array, low: jax.Array | None
+) -> jax.Array:
     """The final site's mix [..., D]; differentiable in params, x and the effective queries [sites, D] float32.
 
     low: what rounding queries * norm_scales to float32 lost, or None; a constant.
@@ -69,96 +96,49 @@ def run(plan: Plan, params: Sequence[Any], x: jax.Array, queries: jax.Array, low
 
     @jax.custom_vjp
     def stack(params, x, queries, low):
-        return _forward(plan, params, x, queries, low)[0]
+        return _forward(plan, stages, params, x, queries, low)[0]
 
-    stack.defvjp(lambda *inputs: _forward(plan, *inputs), lambda kept, d_out: _backward(plan, kept, d_out))
+    stack.defvjp(
+        lambda params, x, queries, low: _forward(plan, stages, params, x, queries, low),
+        lambda kept, d_out: (*_backward(plan, stages, kept, d_out), None),
+    )
     return stack(list(params), x, queries, low)
 
 
-def _forward(plan: Plan, params, x, queries, low) -> tuple[jax.Array, _Kept]:
-    mixes, statistics, vjps = [], [], []
-    history = _add(plan, _empty(plan, x), 0, x, queries, low)
+def _forward(plan: Plan, stages: Stages, params, x, queries, low) -> tuple[jax.Array, _Kept]:
+    mixes: list[jax.Array] = []
+    vjps = []
+    history, source = stages.start(plan, x, queries, low), x
     for block in plan.blocks():
-        # One pass over the sources before the block, for all its sites.
-        outside = None
-        if block.start:
-            outside = stages.mix(*history.read(slice(block.start), slice(block.start, block.stop)))
+        outside = stages.mix(plan, history, block) if block.start else None
         for site in block:
-            row = slice(site - block.start, site - block.start + 1)
-            before = None if outside is None else jax.tree.map(lambda a, row=row: a[row], outside)
-            partial = stages.mix(*history.read(slice(block.start, site + 1), slice(site, site + 1)), before)
-            # Site 0 reads one source: its mix is that source, to the bit.
-            mix = stages.finish(partial, x.dtype)[0] if site else x
+            history, mix = stages.merge(plan, history, site, source, outside)
             mixes.append(mix)
-            statistics.append(partial.statistics)
             if site == len(plan.sublayers):
                 break
             sublayer = plan.sublayers[site]
             run_sublayer = sublayer if plan.remat == "none" else jax.checkpoint(sublayer)
-            output, vjp = jax.vjp(run_sublayer, params[site], mix)
-            check_output(site, output, x)
+            source, vjp = jax.vjp(run_sublayer, params[site], mix)
+            check_output(site, source, x)
             vjps.append(vjp)
-            history = _add(plan, history, site + 1, output, queries, low)
     assert len(mixes) == plan.num_sites
-    together = jax.tree.map(lambda *parts: jnp.concatenate(parts), *statistics)
-    return mixes[-1], _Kept(queries, low, history, mixes, together, vjps)
+    return mixes[-1], _Kept(history, mixes, vjps)
 
 
-def _empty(plan: Plan, x: jax.Array) -> History:
-    n, lead = plan.num_sites, x.shape[:-1]
-    logits = jnp.zeros((n, n, *lead, plan.num_heads), jnp.float32)
-    low = jnp.zeros_like(logits) if x.dtype == jnp.float32 else None
-    return History(jnp.zeros((n, *x.shape), x.dtype), jnp.zeros((n, *lead), jnp.float32), stages.Logits(logits, low))
-
-
-def _add(plan: Plan, history: History, n: int, source: jax.Array, queries, low) -> History:
-    """A new source: its 1/RMS and its logits at every site that will read it are made while it is at hand."""
-    rest = None if low is None else low[n:]
-    inverse_rms, logits = stages.score(source, queries[n:], rest, plan.num_heads, plan.eps)
-    return History(
-        history.sources.at[n].set(source),
-        history.inverse_rms.at[n].set(inverse_rms),
-        jax.tree.map(lambda buffer, new: buffer.at[n, n:].set(new[0]), history.logits, logits),
-    )
-
-
-def _backward(plan: Plan, kept: _Kept, d_out: jax.Array):
-    history, n = kept.history, plan.num_sites
-    cotangents = jnp.zeros_like(history.sources)  # dO of every site left so far
-    deltas = jnp.zeros((n, *d_out.shape[:-1], plan.num_heads), jnp.float32)
-    d_keys = jnp.zeros_like(history.logits.high)
+def _backward(plan: Plan, stages: Stages, kept: _Kept, d_out: jax.Array):
+    history, later = kept.history, stages.begin(plan, kept.history)
     d_params: list[Any] = [None] * len(plan.sublayers)
     cotangent, d_source = d_out, d_out  # of the mix of the site at hand, of the source at hand
-
-    def pull(sources: slice, sites: slice, before: stages.Pulled | None):
-        rows, logits = history.read(sources, sites)
-        statistics = jax.tree.map(lambda a: a[sites], kept.statistics)
-        inverse_rms = history.inverse_rms[sources]
-        queries = kept.queries[sites]
-        return stages.pull(rows, inverse_rms, logits, queries, statistics, cotangents[sites], deltas[sites], before)
-
     for block in reversed(plan.blocks()):
-        # One pass over the cotangents behind the block, for all its sources.
         outside = None
-        if block.stop < n:
-            here, behind = slice(block.start, block.stop), slice(block.stop, n)
-            outside, d_key = pull(here, behind, None)
-            d_keys = d_keys.at[here, behind].set(d_key)
+        if block.stop < plan.num_sites:
+            later, outside = stages.pull(plan, history, later, block)
         for site in reversed(block):
-            cotangents = cotangents.at[site].set(cotangent)
-            deltas = deltas.at[site].set(stages.output_dots(cotangent, kept.mixes[site], plan.num_heads))
             # Source `site` is read by the sites from its own on, and the cotangents of all of them are here now.
-            row = slice(site - block.start, site - block.start + 1)
-            before = None if outside is None else jax.tree.map(lambda a, row=row: a[row], outside)
-            one, sites = slice(site, site + 1), slice(site, block.stop)
-            pulled, d_key = pull(one, sites, before)
-            d_keys = d_keys.at[one, sites].set(d_key)
-            d_source = stages.source_gradients(history.sources[one], history.inverse_rms[one], pulled)[0]
+            later, d_source = stages.finish(plan, history, later, site, kept.mixes[site], cotangent, outside)
             if site:
                 d_params[site - 1], cotangent = kept.vjps[site - 1](d_source)
-
-    d_low = None if kept.low is None else jnp.zeros_like(kept.low)
-    return d_params, d_source, stages.query_gradient(history.sources, d_keys), d_low
+    return d_params, d_source, stages.query_gradient(plan, history, later)
 
 
 def check_output(site: int, output: jax.Array, x: jax.Array) -> None:

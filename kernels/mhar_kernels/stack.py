@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from mhar_kernels import schedule
+from mhar_kernels import schedule, stages_xla
 from mhar_kernels.api import depth_route
 from mhar_kernels.target import current_platform
 from mhar_kernels.twofloat import two_prod
@@ -122,4 +122,4 @@ def _in_blocks(sublayers, params, x, queries, norm_scales, num_heads, eps, block
         functions.append(lambda arguments, h, f=function: f(arguments[0], h, *arguments[1]))
         inputs.append((p, closed))
     plan = schedule.Plan(tuple(functions), num_heads, float(eps), block_size, remat)
-    return schedule.run(plan, inputs, x, wide, low)
+    return schedule.run(plan, stages_xla, inputs, x, wide, low)

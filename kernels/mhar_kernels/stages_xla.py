@@ -2,7 +2,8 @@
 
 Every array keeps its leading axes, written `...` (batch and time, however sharded): only the query gradient mixes
 tokens. Sources, cotangents [.., ..., D] in the storage dtype; logits, softmax statistics and sums float32. Depth is one
-axis of one buffer, so each stage is a few operations, however deep the stack.
+axis of one buffer, so each stage is a few operations, however deep the stack. The stages come first, then the
+arithmetic they share.
 """
 
 from typing import NamedTuple
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mhar_kernels import twofloat
+from mhar_kernels.schedule import Plan
 
 
 class Logits(NamedTuple):
@@ -41,6 +43,131 @@ class Pulled(NamedTuple):
     shared: jax.Array  # [sources, ...] float32: Σ over sites and heads of dℓ ℓ
 
 
+class History(NamedTuple):
+    """All sources so far and what is known of them, in buffers of full depth that are updated in place."""
+
+    sources: jax.Array  # [N, ..., D]
+    inverse_rms: jax.Array  # [N, ...]
+    logits: Logits  # [N, sites, ..., H]; of site i >= source n
+    statistics: Statistics  # [sites, ..., H]; of finished mixes
+    queries: jax.Array  # [sites, D]
+    low: jax.Array | None
+
+    def read(self, sources: slice, sites: slice) -> tuple[jax.Array, Logits]:
+        """Some sources, and their logits at some sites."""
+        return self.sources[sources], jax.tree.map(lambda a: a[sources, sites], self.logits)
+
+
+class Later(NamedTuple):
+    """What the sites left so far gave back."""
+
+    cotangents: jax.Array  # dO [sites, ..., D]
+    deltas: jax.Array  # Δ [sites, ..., H]
+    d_keys: jax.Array  # dℓ r [sources, sites, ..., H]
+
+
+def start(plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -> History:
+    """See `schedule.Stages`."""
+    n, lead = plan.num_sites, x.shape[:-1]
+    logits = jnp.zeros((n, n, *lead, plan.num_heads), jnp.float32)
+    lost = jnp.zeros_like(logits) if x.dtype == jnp.float32 else None
+    each = jnp.zeros((n, *lead, plan.num_heads), jnp.float32)
+    return History(
+        sources=jnp.zeros((n, *x.shape), x.dtype),
+        inverse_rms=jnp.zeros((n, *lead), jnp.float32),
+        logits=Logits(logits, lost),
+        statistics=Statistics(each, each),
+        queries=queries,
+        low=low,
+    )
+
+
+def mix(plan: Plan, history: History, block: range) -> Partial:
+    """See `schedule.Stages`."""
+    return add_sources(*history.read(slice(block.start), slice(block.start, block.stop)))
+
+
+def merge(
+    plan: Plan, history: History, site: int, source: jax.Array, outside: Partial | None
+) -> tuple[History, jax.Array]:
+    """See `schedule.Stages`. A new source's logits at every site that will read it are made while it is at hand."""
+    block = plan.block_of(site)
+    low = None if history.low is None else history.low[site:]
+    inverse_rms, logits = score(source, history.queries[site:], low, plan.num_heads, plan.eps)
+    history = history._replace(
+        sources=history.sources.at[site].set(source),
+        inverse_rms=history.inverse_rms.at[site].set(inverse_rms),
+        logits=jax.tree.map(lambda buffer, new: buffer.at[site, site:].set(new[0]), history.logits, logits),
+    )
+    partial = add_sources(
+        *history.read(slice(block.start, site + 1), slice(site, site + 1)), _row(outside, site, block)
+    )
+    statistics = jax.tree.map(lambda buffer, new: buffer.at[site].set(new[0]), history.statistics, partial.statistics)
+    # Site 0 reads one source: its mix is that source, to the bit.
+    mixed = _scale(partial.mix, 1 / partial.statistics.total).astype(source.dtype)[0] if site else source
+    return history._replace(statistics=statistics), mixed
+
+
+def begin(plan: Plan, history: History) -> Later:
+    """See `schedule.Stages`."""
+    return Later(*map(jnp.zeros_like, (history.sources, history.statistics.top, history.logits.high)))
+
+
+def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Later, Pulled]:
+    """See `schedule.Stages`."""
+    return _pull(history, later, slice(block.start, block.stop), slice(block.stop, plan.num_sites), None)
+
+
+def finish(
+    plan: Plan,
+    history: History,
+    later: Later,
+    site: int,
+    mix: jax.Array,
+    cotangent: jax.Array,
+    outside: Pulled | None,
+) -> tuple[Later, jax.Array]:
+    """See `schedule.Stages`."""
+    block, one = plan.block_of(site), slice(site, site + 1)
+    # Δ[h] = <dO[h], O[h]>: with it the softmax needs no pass of its own over the sources.
+    products = cotangent.astype(jnp.float32) * mix.astype(jnp.float32)
+    later = later._replace(
+        cotangents=later.cotangents.at[site].set(cotangent),
+        deltas=later.deltas.at[site].set(jnp.sum(_heads(products, plan.num_heads), axis=-1)),
+    )
+    later, pulled = _pull(history, later, one, slice(site, block.stop), _row(outside, site, block))
+    return later, source_gradients(history.sources[one], history.inverse_rms[one], pulled)[0]
+
+
+def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
+    """See `schedule.Stages`: Σ over sources and tokens of (dℓ r) s, as one product a head."""
+    heads = _heads(history.sources.astype(jnp.float32), plan.num_heads)
+    out = jnp.einsum("ns...h,n...hk->shk", later.d_keys, heads, precision=jax.lax.Precision.HIGHEST)
+    return out.reshape(out.shape[0], -1)
+
+
+def _pull(history: History, later: Later, sources: slice, sites: slice, before: Pulled | None) -> tuple[Later, Pulled]:
+    rows, logits = history.read(sources, sites)
+    statistics = jax.tree.map(lambda a: a[sites], history.statistics)
+    pulled, d_keys = add_sites(
+        rows,
+        history.inverse_rms[sources],
+        logits,
+        history.queries[sites],
+        statistics,
+        later.cotangents[sites],
+        later.deltas[sites],
+        before,
+    )
+    return later._replace(d_keys=later.d_keys.at[sources, sites].set(d_keys)), pulled
+
+
+def _row(outside, site: int, block: range):
+    """One site's, or source's, part of what was made for a block."""
+    here = slice(site - block.start, site - block.start + 1)
+    return None if outside is None else jax.tree.map(lambda a: a[here], outside)
+
+
 def score(
     source: jax.Array, queries: jax.Array, low: jax.Array | None, num_heads: int, eps: float
 ) -> tuple[jax.Array, Logits]:
@@ -67,7 +194,7 @@ def score(
     return inverse_rms, Logits((product * inverse_rms[None, ..., None])[None], None)
 
 
-def mix(sources: jax.Array, logits: Logits, before: Partial | None = None) -> Partial:
+def add_sources(sources: jax.Array, logits: Logits, before: Partial | None = None) -> Partial:
     """Adds sources [sources, ..., D] to the mixes of the sites of `logits` [sources, sites, ..., H]."""
     top = jnp.max(logits.high, axis=0)
     if before is not None:
@@ -84,17 +211,7 @@ def mix(sources: jax.Array, logits: Logits, before: Partial | None = None) -> Pa
     return Partial(mixed, Statistics(top, total))
 
 
-def finish(partial: Partial, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The sites' mixes [sites, ..., D]: normalised, and rounded once."""
-    return _scale(partial.mix, 1 / partial.statistics.total).astype(dtype)
-
-
-def output_dots(cotangent: jax.Array, out: jax.Array, num_heads: int) -> jax.Array:
-    """Δ [..., H] = <dO[h], O[h]> of a site: with it the softmax needs no pass of its own over the sources."""
-    return jnp.sum(_heads(cotangent.astype(jnp.float32), num_heads) * _heads(out.astype(jnp.float32), num_heads), -1)
-
-
-def pull(
+def add_sites(
     sources: jax.Array,
     inverse_rms: jax.Array,
     logits: Logits,
@@ -135,13 +252,6 @@ def source_gradients(sources: jax.Array, inverse_rms: jax.Array, pulled: Pulled)
     """d s = value − (r² / D) · shared · s in the storage dtype; the last term is the derivative of the 1/RMS."""
     factor = inverse_rms**2 / sources.shape[-1] * pulled.shared
     return (pulled.value - factor[..., None] * sources.astype(jnp.float32)).astype(sources.dtype)
-
-
-def query_gradient(sources: jax.Array, d_keys: jax.Array) -> jax.Array:
-    """d q̃ [sites, D] float32 = Σ over sources and tokens of (dℓ r) s, from d_keys [sources, sites, ..., H]."""
-    heads = _heads(sources.astype(jnp.float32), d_keys.shape[-1])
-    out = jnp.einsum("ns...h,n...hk->shk", d_keys, heads, precision=jax.lax.Precision.HIGHEST)
-    return out.reshape(out.shape[0], -1)
 
 
 def _heads(x: jax.Array, num_heads: int) -> jax.Array:
