@@ -156,10 +156,10 @@ def _tokenizer(place: pathlib.Path, data: DataConfig, spec: str | None) -> Token
         from mhar_jax.huggingface.gguf_tokenizer import gguf_tokenizer
 
         return gguf_tokenizer(place)
+    if (place / "tokenizer.json").is_file():  # a Hugging Face directory, or one that was made from it
+        return load_tokenizer(str(place), data.eos_token)
     if (place / "checkpoints").is_dir():
         return load_tokenizer(data.tokenizer, data.eos_token)
-    if (place / "tokenizer.json").is_file():
-        return load_tokenizer(str(place))
     raise UserError(f"{place} has no tokenizer.json; name a tokenizer with --tokenizer")
 
 

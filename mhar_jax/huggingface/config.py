@@ -97,6 +97,70 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": RopeScaling(**scaling)}
 
 
+def describe(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
+    """The config.json of a model, which `model_config` reads back: Llama without q/k-norm, Qwen3 with it.
+
+    Args:
+      model: of any variant but hyper_connections.
+      dtype: of the tensors beside it.
+    """
+    family = "qwen3" if model.qk_norm else "llama"
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    older: dict[str, Any] = {"rope_theta": model.rope_theta}  # transformers 4
+    if model.rope_scaling is not None:
+        scaling = model.rope_scaling
+        stretch = {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+        rope |= stretch
+        older["rope_scaling"] = stretch
+    described = {
+        "architectures": [f"{family.capitalize()}{'AttnRes' if model.is_routed else ''}ForCausalLM"],
+        "model_type": f"{family}{'_attnres' if model.is_routed else ''}",
+        "dtype": dtype,
+        "torch_dtype": dtype,
+        "vocab_size": model.vocab_size,
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.d_model,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.attention_head_dim,
+        "intermediate_size": model.ffn_dim,
+        "max_position_embeddings": model.context,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "mlp_bias": False,
+        "rms_norm_eps": model.norm_eps,
+        "tie_word_embeddings": model.tie_embeddings,
+        "initializer_range": model.init_std,
+        "use_cache": True,
+        "rope_parameters": rope,
+        **older,
+    }
+    if model.qk_norm:
+        described |= {"use_sliding_window": False, "sliding_window": None}
+        del described["mlp_bias"]
+    return described | _describe_routing(model)
+
+
+def _describe_routing(model: ModelConfig) -> dict[str, Any]:
+    if not model.is_routed:
+        return {}
+    mode = next(mode for mode, variant in reversed(MODES.items()) if variant == model.variant)
+    described: dict[str, Any] = {"attnres_mode": mode, "attnres_num_heads": model.heads_of_depth}
+    if "block" in mode:
+        described["attnres_num_blocks"] = model.num_blocks
+    if model.variant in DELTA_VARIANTS:
+        described["attnres_use_null_source"] = model.null_source
+        described["attnres_gate_type"] = "learnable_alpha" if model.gate else "none"
+    return described
+
+
 def _get(hf: Mapping[str, Any], key: str) -> Any:
     if hf.get(key) is None:
         raise UserError(f"config.json: the key {key} is missing")

@@ -82,14 +82,7 @@ class Checkpoints:
         examined = examine(state)
         if not examined.finite:
             raise UserError(f"the state after step {step} holds values that are not finite, so it is not saved")
-        meta = {
-            "format": _FORMAT,
-            "step": step,
-            "config": to_dict(config),
-            "data_fingerprint": data_fingerprint,
-            "data_digest": json_digest(data_state),
-            "checksums": examined.checksums,
-        }
+        meta = checkpoint_meta(step, to_dict(config), data_fingerprint, data_state, examined.checksums)
         arrays = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
         self.wait()
         self._started = step
@@ -99,7 +92,7 @@ class Checkpoints:
                 args=ocp.args.Composite(
                     **arrays,
                     data=ocp.args.JsonSave(data_state),
-                    meta=ocp.args.JsonSave({**meta, "digest": json_digest(meta)}),
+                    meta=ocp.args.JsonSave(meta),
                 ),
             )
         except Exception as error:  # tensorstore and Orbax raise many types for a failed write
@@ -227,6 +220,21 @@ def list_steps(directory: pathlib.Path) -> list[int]:
     """Steps of the checkpoints in `checkpoints/`, oldest first; other names are not ours."""
     found = directory.glob("*") if directory.is_dir() else ()
     return sorted(int(p.name) for p in found if re.fullmatch(r"0|[1-9]\d*", p.name))
+
+
+def checkpoint_meta(
+    step: int, config: dict[str, Any], data_fingerprint: str, data_state: Any, checksums: Mapping[str, int]
+) -> dict[str, Any]:
+    """The meta of a checkpoint, as `read_meta` checks it."""
+    meta = {
+        "format": _FORMAT,
+        "step": step,
+        "config": config,
+        "data_fingerprint": data_fingerprint,
+        "data_digest": json_digest(data_state),
+        "checksums": dict(checksums),
+    }
+    return {**meta, "digest": json_digest(meta)}
 
 
 def read_meta(checkpoint: pathlib.Path) -> Mapping[str, Any]:

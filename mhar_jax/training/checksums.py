@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 class Examined(NamedTuple):
@@ -49,3 +50,18 @@ def _is_finite(x: jax.Array) -> jax.Array:
 def json_digest(value: Any) -> str:
     """Hash of a JSON value; equal for values that JSON does not tell apart."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def part_checksum(values: np.ndarray, first: int = 0) -> int:
+    """What a contiguous part of an array adds to its checksum in `examine`, modulo 2³².
+
+    Args:
+      values: the part, of a dtype of 1, 2 or 4 bytes.
+      first: position of its first value in the whole array, in row-major order.
+    """
+    bits = np.ascontiguousarray(values).reshape(-1).view(f"u{values.itemsize}").astype(np.uint32)
+    position = np.arange(bits.size, dtype=np.uint32) + np.uint32(first % 2**32)
+    position *= np.uint32(2)
+    position += np.uint32(1)
+    bits *= position
+    return int(np.sum(bits, dtype=np.uint32))

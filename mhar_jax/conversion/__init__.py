@@ -1,0 +1,1 @@
+"""Pretrained models in, routed models out: import, graft and export, parameter by parameter."""

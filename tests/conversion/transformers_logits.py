@@ -1,0 +1,20 @@
+"""Logits and a greedy continuation from stock transformers: DIRECTORY TOKENS.npy OUT.npz, in a process of its own.
+
+Any Python with PyTorch and transformers will do; it needs nothing of ours.
+"""
+
+import sys
+
+import numpy as np
+import torch
+import transformers
+
+directory, tokens, out = sys.argv[1:]
+model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+ids = torch.from_numpy(np.load(tokens).astype(np.int64))
+with torch.no_grad():
+    logits = model(ids).logits.numpy()
+    greedy = ids[:1, :8]
+    for _ in range(12):
+        greedy = torch.cat([greedy, model(greedy).logits[:, -1:].argmax(-1)], dim=1)
+np.savez(out, logits=logits, greedy=greedy.numpy())
