@@ -96,7 +96,7 @@ def _entry(tensor: Any, start: int, size: int) -> Entry:
     """One tensor of the header; ValueError says what is wrong with it."""
     if not isinstance(tensor, dict) or not {"dtype", "shape", "data_offsets"} <= tensor.keys():
         raise ValueError("must be given by dtype, shape and data_offsets, and is not")
-    if tensor["dtype"] not in DTYPES:
+    if not isinstance(tensor["dtype"], str) or tensor["dtype"] not in DTYPES:
         raise ValueError(f"must have dtype {', '.join(DTYPES)}, got {tensor['dtype']!r}")
     shape, offsets = tensor["shape"], tensor["data_offsets"]
     if not _whole_numbers(shape):

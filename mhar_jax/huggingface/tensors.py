@@ -58,8 +58,8 @@ def _index(directory: Path) -> dict[str, str] | None:
     if not path.is_file():
         return None
     try:
-        listed = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-        if not all(isinstance(file, str) for file in listed.values()):
+        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} must be JSON with a weight_map from tensor to file name, and is not") from None
