@@ -1,5 +1,6 @@
 """`depth_stack`: a whole stack of sublayers, each reading a learned mixture of all earlier outputs."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -85,11 +86,13 @@ def depth_stack(
             interpret=interpret,
         )
 
-    if _runs_in_blocks(implementation, x):
+    stages = _stages(implementation, interpret, x)
+    if stages is not None:
         first = site(0, [x])  # checks every argument as depth_route does; one source is its own mix
         del first
         size = min(block_size or _BLOCK_SIZE, n + 1)
-        return _in_blocks(sublayers, params, x, queries, norm_scales, num_heads, eps, size, remat)
+        plan = schedule.Plan(tuple(sublayers), num_heads, float(eps), size, remat, interpret)
+        return _in_blocks(plan, stages, params, x, queries, norm_scales)
 
     sources = [x]
     for i, (sublayer, p) in enumerate(zip(sublayers, params, strict=True)):
@@ -100,13 +103,22 @@ def depth_stack(
     return site(n, sources)
 
 
-def _runs_in_blocks(implementation: str | None, x: jax.Array) -> bool:
+def _stages(implementation: str | None, interpret: bool, x: jax.Array) -> schedule.Stages | None:
+    """Whose stages run the stack by blocks; None: site by site."""
+    platform = current_platform()
     if x.dtype == jnp.float64:
-        return False
-    return implementation == "xla" or (implementation is None and current_platform() == "cpu")
+        return None
+    if implementation == "xla" or (implementation is None and platform == "cpu"):
+        return stages_xla
+    gpu = platform == "gpu" and importlib.util.find_spec("jax_triton") is not None
+    if x.dtype.itemsize == 2 and (implementation == "triton" or implementation is None) and (gpu or interpret):
+        from mhar_kernels import stages_triton
+
+        return stages_triton
+    return None
 
 
-def _in_blocks(sublayers, params, x, queries, norm_scales, num_heads, eps, block_size, remat) -> jax.Array:
+def _in_blocks(plan: schedule.Plan, stages: schedule.Stages, params, x, queries, norm_scales) -> jax.Array:
     wide = queries.astype(jnp.float32)
     low = None
     if norm_scales is not None:
@@ -117,9 +129,8 @@ def _in_blocks(sublayers, params, x, queries, norm_scales, num_heads, eps, block
 
     # What a sublayer closes over becomes an argument: a custom_vjp must not close over what is differentiated.
     functions, inputs = [], []
-    for sublayer, p in zip(sublayers, params, strict=True):
+    for sublayer, p in zip(plan.sublayers, params, strict=True):
         function, closed = jax.closure_convert(sublayer, p, jax.ShapeDtypeStruct(x.shape, x.dtype))
         functions.append(lambda arguments, h, f=function: f(arguments[0], h, *arguments[1]))
         inputs.append((p, closed))
-    plan = schedule.Plan(tuple(functions), num_heads, float(eps), block_size, remat)
-    return schedule.run(plan, stages_xla, inputs, x, wide, low)
+    return schedule.run(plan._replace(sublayers=tuple(functions)), stages, inputs, x, wide, low)

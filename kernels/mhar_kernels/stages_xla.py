@@ -52,6 +52,7 @@ class History(NamedTuple):
     statistics: Statistics  # [sites, ..., H]; of finished mixes
     queries: jax.Array  # [sites, D]
     low: jax.Array | None
+    rests: tuple[jax.Array, ...] = ()  # [..., D] a site: what rounding to 16 bits took from its mix; Δ needs it
 
     def read(self, sources: slice, sites: slice) -> tuple[jax.Array, Logits]:
         """Some sources, and their logits at some sites."""
@@ -104,8 +105,10 @@ def merge(
     )
     statistics = jax.tree.map(lambda buffer, new: buffer.at[site].set(new[0]), history.statistics, partial.statistics)
     # Site 0 reads one source: its mix is that source, to the bit.
-    mixed = _scale(partial.mix, 1 / partial.statistics.total).astype(source.dtype)[0] if site else source
-    return history._replace(statistics=statistics), mixed
+    exact = _scale(partial.mix, 1 / partial.statistics.total)[0]
+    mixed = exact.astype(source.dtype) if site else source
+    rest = (exact - mixed.astype(jnp.float32)).astype(source.dtype)
+    return history._replace(statistics=statistics, rests=(*history.rests, rest)), mixed
 
 
 def begin(plan: Plan, history: History) -> Later:
@@ -130,7 +133,8 @@ def finish(
     """See `schedule.Stages`."""
     block, one = plan.block_of(site), slice(site, site + 1)
     # Δ[h] = <dO[h], O[h]>: with it the softmax needs no pass of its own over the sources.
-    products = cotangent.astype(jnp.float32) * mix.astype(jnp.float32)
+    exact = mix.astype(jnp.float32) + history.rests[site].astype(jnp.float32)
+    products = cotangent.astype(jnp.float32) * exact
     later = later._replace(
         cotangents=later.cotangents.at[site].set(cotangent),
         deltas=later.deltas.at[site].set(jnp.sum(_heads(products, plan.num_heads), axis=-1)),

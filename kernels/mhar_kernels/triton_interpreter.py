@@ -20,13 +20,14 @@ from triton.language import standard
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
-from mhar_kernels import triton_launch, varying
+from mhar_kernels import triton_kernels, varying
 
 _lock = threading.Lock()  # the interpreter patches triton.language while it runs; callbacks come from several threads
 _TYPES = {
     "float32": tl.float32,
     "bfloat16": tl.bfloat16,
     "float16": tl.float16,
+    "int8": tl.int8,
     "int16": tl.int16,
     "uint32": tl.uint32,
 }
@@ -57,13 +58,17 @@ interpreter._convert_float = _round_to_nearest
 
 
 def call(
-    signature: "triton_launch.Signature",
+    kernel: JITFunction,
     operands: Sequence[jax.Array | int],
     outputs: Sequence[jax.ShapeDtypeStruct],
     constants: Mapping[str, Any],
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int],
 ) -> list[jax.Array]:
-    """The kernel's outputs, computed on the host, one program of the grid after another."""
+    """The kernel's outputs, computed on the host, one program of the grid after another.
+
+    aliases: operand -> output that starts with the operand's values.
+    """
     numbers = {i: x for i, x in enumerate(operands) if isinstance(x, int)}
     arrays = [x for x in operands if not isinstance(x, int)]
 
@@ -71,7 +76,9 @@ def call(
         given = iter([_aligned(v.shape, v.dtype, v) for v in map(np.asarray, values)])
         inputs = [numbers[i] if i in numbers else next(given) for i in range(len(operands))]
         results = [_poisoned(o) for o in outputs]
-        _run(signature, [*inputs, *results], constants, grid)
+        for operand, output in aliases.items():
+            results[output][...] = inputs[operand]
+        _run(kernel, [*inputs, *results], constants, grid)
         return results
 
     results = jax.pure_callback(run, list(outputs), *arrays, vmap_method="sequential")
@@ -94,29 +101,26 @@ def _aligned(shape: tuple[int, ...], dtype, fill) -> np.ndarray:
 
 
 def _run(
-    signature: "triton_launch.Signature",
-    arguments: Sequence[np.ndarray | int],
-    constants: Mapping[str, Any],
-    grid: tuple[int, int],
+    kernel: JITFunction, arguments: Sequence[np.ndarray | int], constants: Mapping[str, Any], grid: tuple[int, ...]
 ) -> None:
     with _lock:
-        function, names = _rewritten(signature)
+        function, names = _rewritten(kernel)
         tensors = [_Tensor(a) if isinstance(a, np.ndarray) else a for a in arguments]
         interpreter.GridExecutor(function, names, grid)(*tensors, **constants)
 
 
 @functools.cache
-def _rewritten(signature: "triton_launch.Signature") -> tuple[Callable[..., None], list[str]]:
+def _rewritten(kernel: JITFunction) -> tuple[Callable[..., None], list[str]]:
     """The kernel as a plain Python function for the interpreter, and its argument names.
 
     The functions it calls become plain functions too: Triton's own wrapper would patch its language anew at every call.
     """
-    compiled = triton_launch.kernel(signature)
-    scope = {**compiled.fn.__globals__, "tl": _Language(), "_patched": tl}  # the interpreter patches modules in scope
-    for name, value in compiled.fn.__globals__.items():
+    known = {**vars(triton_kernels), **kernel.fn.__globals__}
+    scope = {**known, "tl": _Language(), "_patched": tl}  # the interpreter patches modules in scope
+    for name, value in known.items():
         if isinstance(value, JITFunction):
             scope[name] = _rewrite(value, scope)
-    return _rewrite(compiled, scope), list(compiled.arg_names)
+    return _rewrite(kernel, scope), list(kernel.arg_names)
 
 
 def _rewrite(kernel: JITFunction, scope: dict) -> Callable[..., None]:
@@ -134,6 +138,11 @@ class _Language:
     max = staticmethod(
         lambda x, axis, keep_dims=False: tl.reduce(x, axis, standard._elementwise_max, keep_dims=keep_dims)
     )
+
+    @staticmethod
+    def dot(a, b, acc=None):
+        """Of float32 numbers: the interpreter's own multiplies the bits of bfloat16 as integers."""
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
 
     def __getattr__(self, name: str):
         return getattr(tl, name)

@@ -88,11 +88,32 @@ def launch(
     warps: int,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Runs the kernel: on the GPU through jax-triton, or interpreted on the host."""
+    """Runs the kernel with that argument list."""
+    stages = max(2, constants["STAGES"])
+    return run(kernel(signature), signature.name, inputs, outputs, constants, grid, warps, stages, interpret)
+
+
+def run(
+    function: JITFunction,
+    name: str,
+    inputs: Sequence[jax.Array | int],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+    grid: tuple[int, ...],
+    warps: int,
+    stages: int,
+    interpret: bool,
+    aliases: Mapping[int, int] | None = None,
+) -> list[jax.Array]:
+    """Runs a kernel: on the GPU through jax-triton, or interpreted on the host.
+
+    aliases: input -> output that is the same memory.
+    """
+    aliases = dict(aliases or {})
     if interpret:
         from mhar_kernels import triton_interpreter
 
-        return triton_interpreter.call(signature, inputs, outputs, constants, grid)
+        return triton_interpreter.call(function, inputs, outputs, constants, grid, aliases)
     import jax_triton
 
     call: Any = jax_triton.triton_call
@@ -103,12 +124,13 @@ def launch(
         versioned = {"out_shape": list(outputs), "enable_fp_fusion": True}
     results: list[jax.Array] = call(
         *inputs,
-        kernel=kernel(signature),
-        name=signature.name,
+        kernel=function,
+        name=name,
         grid=grid,
         num_warps=warps,
-        num_stages=max(2, constants["STAGES"]),
+        num_stages=stages,
         compute_capability=None if gpu() is not None else DEFAULT_CAPABILITY,
+        input_output_aliases=aliases,
         **versioned,
         **constants,
     )

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mhar_kernels import triton_gpu, triton_launch
+from mhar_kernels import schedule, stages_triton, triton_gpu, triton_launch
 from mhar_kernels.contract import RouteArrays, RouteCall
 
 # 9 sources of the paper's three widths and of an 8B model, and the same as separate arrays of a 73-site model.
 CASES = [(9, 512, 4), (9, 1024, 8), (9, 1280, 8), (9, 4096, 8), (73, 1280, 8)]
-_POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16", "int16": "*i16", "uint32": "*u32"}
+_POINTERS = {"float32": "*fp32", "bfloat16": "*bf16", "float16": "*fp16"}
+_POINTERS |= {"int8": "*i8", "int16": "*i16", "uint32": "*u32"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ def machine_code(call: RouteCall, direction: str, capability: int) -> tuple[byte
 
     def compile_only(signature, inputs, outputs, constants, grid, warps, interpret):
         types = [x if isinstance(x, int) else _POINTERS[x.dtype.name] for x in (*inputs, *outputs)]
-        found.append(_compile(signature, types, constants, warps, capability))
+        stages = max(2, constants["STAGES"])
+        found.append(_compile(triton_launch.kernel(signature), types, constants, warps, stages, capability))
         return [jnp.zeros(o.shape, o.dtype) for o in outputs]
 
     row, head = jnp.zeros((call.tokens, call.dim), call.dtype), jnp.zeros((call.tokens, call.num_heads))
@@ -84,13 +87,38 @@ def machine_code(call: RouteCall, direction: str, capability: int) -> tuple[byte
     return found[0]
 
 
-def _compile(signature, types, constants, warps: int, capability: int) -> tuple[bytes, Resources]:
-    names = dict(zip(signature.arguments, types, strict=True))
+def stage_resources(
+    tokens: int, dim: int, heads: int, sites: int, block_size: int, capability: int
+) -> dict[str, Resources]:
+    """The same for the kernels of a bfloat16 stack by blocks, the last one launched of each name."""
+    found: dict[str, Resources] = {}
+
+    def compile_only(function, name, inputs, outputs, constants, grid, warps, stages, interpret, aliases=None):
+        types = [x if isinstance(x, int) else _POINTERS[x.dtype.name] for x in (*inputs, *outputs)]
+        if name not in found or constants.get("OUTSIDE"):
+            found[name] = _compile(function, types, constants, warps, stages, capability)[1]
+        return [jnp.zeros(o.shape, o.dtype) for o in outputs]
+
+    plan = schedule.Plan((lambda p, h: h,) * (sites - 1), heads, 1e-6, block_size, "none")
+
+    def run(x, queries):
+        out, vjp = jax.vjp(lambda x, q: schedule.run(plan, stages_triton, [None] * (sites - 1), x, q, None), x, queries)
+        return vjp(out)
+
+    with mock.patch.object(triton_launch, "run", compile_only):
+        jax.eval_shape(
+            run, jax.ShapeDtypeStruct((tokens, dim), jnp.bfloat16), jax.ShapeDtypeStruct((sites, dim), jnp.float32)
+        )
+    return found
+
+
+def _compile(function, types, constants, warps: int, stages: int, capability: int) -> tuple[bytes, Resources]:
+    names = dict(zip([a for a in function.arg_names if a not in constants], types, strict=True))
     integers = {n for n, t in names.items() if isinstance(t, int)}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in integers}
     kinds = {n: "i32" if n in integers else t for n, t in names.items()} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(triton_launch.kernel(signature), signature=kinds, constexprs=dict(constants), attrs=aligned)
-    options = {"num_warps": warps, "num_stages": max(2, constants["STAGES"]), "enable_fp_fusion": True}
+    source = ASTSource(function, signature=kinds, constexprs=dict(constants), attrs=aligned)
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     binary = compiled.asm["cubin"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

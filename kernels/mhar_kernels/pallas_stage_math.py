@@ -1,0 +1,169 @@
+"""The arithmetic that the Pallas stages share, on tiles with features on sublanes and tokens on lanes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mhar_kernels.pallas_stage_layout import Geometry, Ref
+
+_LARGEST = 32767.0
+
+
+def parts(x: jax.Array, count: int) -> list[jax.Array]:
+    """float32 arrays of bfloat16 numbers whose sum is x: exactly where there are three, to 16 bits where two.
+
+    Bits are cleared, not rounded: a compiler may drop a conversion to bfloat16 and back.
+    """
+    out = []
+    for _ in range(count - 1):
+        bits = jax.lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0xFFFF0000)
+        out.append(jax.lax.bitcast_convert_type(bits, jnp.float32))
+        x = x - out[-1]
+    return [*out, x]
+
+
+def stacked_parts(x: jax.Array, count: int) -> jax.Array:
+    """[count * m, w] bfloat16: the parts of x [m, w], one below the other."""
+    return jnp.concatenate(parts(x, count), axis=0).astype(jnp.bfloat16)
+
+
+def logits(query_parts: jax.Array, source: jax.Array, inverse_rms: jax.Array) -> jax.Array:
+    """r <q̃[h], s[h]>: [rows, R] float32 of queries [3 * rows, D], zero outside their head, and a source [D, R].
+
+    Three bfloat16 passes: the source is exact in one part, the query in three, so the product is one of float32.
+    """
+    product = dot(query_parts, source, ((1,), (0,)))
+    rows = product.shape[0] // 3
+    return (product[:rows] + (product[rows : 2 * rows] + product[2 * rows :])) * inverse_rms
+
+
+def keyed_sum(queries: jax.Array, d_keys: jax.Array) -> jax.Array:
+    """Σ over rows of (dℓ r) q̃: [D, R] float32 of queries [rows, D] and d_keys [rows, R]; to 16 bits."""
+    q_high, q_low = (p.astype(jnp.bfloat16) for p in parts(queries, 2))
+    k_high, k_low = (p.astype(jnp.bfloat16) for p in parts(d_keys, 2))
+    contract = ((0,), (0,))
+    return dot(q_high, k_high, contract) + (dot(q_high, k_low, contract) + dot(q_low, k_high, contract))
+
+
+def query_sum(d_keys: jax.Array, source: jax.Array) -> jax.Array:
+    """Σ over tokens of (dℓ r) s: [rows, D] float32, every head's number with all features of the source [D, R]."""
+    product = dot(stacked_parts(d_keys, 2), source, ((1,), (1,)))
+    rows = d_keys.shape[0]
+    return product[:rows] + product[rows:]
+
+
+def own_heads(geometry: Geometry, sums: jax.Array) -> jax.Array:
+    """[sites, D] of `query_sum` [sites * heads, D]: of each head its own features."""
+    shape = (geometry.heads, geometry.dim)
+    feature, head = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (1, 0))
+    own = (feature >= head * geometry.width) & (feature < (head + 1) * geometry.width)
+    by_site = sums.reshape(-1, *shape)
+    return jnp.sum(jnp.where(own[None], by_site, 0.0), axis=1)
+
+
+def dot(a: jax.Array, b: jax.Array, contract: tuple[tuple[int], tuple[int]]) -> jax.Array:
+    """A product of bfloat16 matrices, added up in float32."""
+    return jax.lax.dot_general(
+        a, b, (contract, ((), ())), precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32
+    )
+
+
+def inverse_rms(geometry: Geometry, source: Ref, total: Ref) -> jax.Array:
+    """1/RMS [1, R] of source[0] [D, R]; total: scratch memory [1, R]."""
+    total[...] = jnp.zeros(total.shape, jnp.float32)
+
+    def add(_: Any, slices: list[Any]) -> None:
+        values = [source[0, rows, :].astype(jnp.float32) for rows in slices]
+        total[...] += jnp.sum(add_up([v * v for v in values]), axis=0, keepdims=True)
+
+    geometry.each_piece(add)
+    return jax.lax.rsqrt(total[...] / geometry.dim + geometry.eps)
+
+
+def head_sums(geometry: Geometry, left: Any, rights: Sequence[Any], out: Ref) -> None:
+    """out[n, h] = <left[h], rights[n][h]>; left(rows) and right(rows) give [.., R] float32. Other heads are left."""
+    several = geometry.piece != geometry.width
+    if several:
+        out[...] = jnp.zeros(out.shape, jnp.float32)
+
+    def add(head: Any, slices: list[Any]) -> None:
+        values = [left(rows) for rows in slices]
+        for n, right in enumerate(rights):
+            terms = add_up([v * right(rows) for v, rows in zip(values, slices, strict=True)])
+            total = jnp.sum(terms, axis=0, keepdims=True)
+            out[n, head, :] = out[n, head, :] + total if several else total
+
+    geometry.each_piece(add)
+
+
+def store_scaled(geometry: Geometry, rows: Ref, largest: Ref, out: Ref, scale: Ref, divisor: Any = None) -> None:
+    """rows / divisor [count, D, R] as int16 `out` and a float32 `scale` [count, heads, R] of each head and token.
+
+    A number is off by at most 2^-16 of the largest of its head, where bfloat16 would lose up to 2^-9 of itself.
+    divisor: [count, heads, R], or None for one. largest: scratch memory like it.
+    """
+    count = out.shape[0]
+    largest[...] = jnp.zeros(largest.shape, jnp.float32)
+
+    def measure(head: Any, slices: list[Any]) -> None:
+        for i in range(count):
+            top = [jnp.max(jnp.abs(rows[i, s, :]), axis=0, keepdims=True) for s in slices]
+            for t in top:
+                largest[i, head, :] = jnp.maximum(largest[i, head, :], t)
+
+    geometry.each_piece(measure)
+    unit = largest[...] * (1 / _LARGEST)
+    scale[...] = unit if divisor is None else unit / divisor
+    # Below the smallest normal number the quotient would overflow; such rows are zero.
+    largest[...] = jnp.where(largest[...] > 1e-30, _LARGEST / jnp.maximum(largest[...], 1e-30), 0.0)
+
+    def store(head: Any, slices: list[Any]) -> None:
+        for i in range(count):
+            inverse = largest[i, head, :]
+            for s in slices:
+                out[i, s, :] = jnp.floor(rows[i, s, :] * inverse + 0.5).astype(jnp.int32).astype(jnp.int16)
+
+    geometry.each_piece(store)
+
+
+def load_scaled(out: Ref, i: int, rows: Any) -> jax.Array:
+    """What `store_scaled` stored, in units of its scale."""
+    return out[i, rows, :].astype(jnp.int32).astype(jnp.float32)
+
+
+def turn_in(geometry: Geometry, tokens: Ref, out: Ref) -> None:
+    """out[0] [D, R] = tokens [R, D] turned."""
+
+    def turn(features: Any) -> None:
+        out[0, features, :] = tokens[:, features].T
+
+    geometry.each_slab(turn)
+
+
+def turn_out(geometry: Geometry, rows: Any, out: Ref) -> None:
+    """out [R, D] = rows(features) [.., R] float32 turned and rounded."""
+
+    def turn(features: Any) -> None:
+        out[:, features] = rows(features).T.astype(out.dtype)
+
+    geometry.each_slab(turn)
+
+
+def add_up(terms: Sequence[jax.Array]) -> jax.Array:
+    """Their sum."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def when_first(condition: Any, refs: Sequence[Ref]) -> None:
+    """Sets references to zero where the condition holds."""
+
+    @pl.when(condition)
+    def _() -> None:
+        for ref in refs:
+            ref[...] = jnp.zeros(ref.shape, ref.dtype)

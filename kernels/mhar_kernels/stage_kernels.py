@@ -1,0 +1,413 @@
+"""The Triton kernels of the depth-blocked schedule; `stages_triton` launches them.
+
+Two shapes of program. `merge` and `finish` hold one token's row as in `triton_kernels` (C tiles [HB, 1, L]) and walk
+the few rows inside a block. `mix`, `pull` and `query` take one token and one head and make depth the matrix: 16 sites
+by 16 sources a step, so that scores, weighted sums and their gradients are products on the matrix unit and no lane adds
+up over a head. A head's K features are K1 + K2 there (160 = 128 + 32).
+
+Rows are 16-bit numbers, exact on the matrix unit; float32 factors (queries, weights of a mix) are split into two such
+numbers where a single rounding would show in the result. Buffers indexed by a token come token first, so that what one
+program wants of all sites lies together. In-place buffers are outputs that alias an input, named `unused_*` here.
+"""
+
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment,var-annotated"
+
+import triton
+import triton.language as tl
+
+from mhar_kernels.triton_kernels import _load_row, _rest_unit, _store_row
+
+
+@triton.jit
+def _dot_rows(a, b, HB: tl.constexpr, L: tl.constexpr, C: tl.constexpr):
+    """<a[h], b[h]> of two rows held as tiles: [HB, 1, 1] float32."""
+    total = tl.zeros((HB, 1, L), tl.float32)
+    for c in tl.static_range(C):
+        total += a[c] * b[c]
+    return tl.sum(total, axis=2, keep_dims=True)
+
+
+@triton.jit
+def merge_kernel(
+    source,  # [T, D]: the source of this site
+    query,  # float32 [D]: effective, of this site
+    outside,  # [S, T, D]: `mix` of the block, or unused
+    outside_lse,  # float32 [S, T, H]
+    unused_sources,
+    unused_rms,
+    unused_lse,
+    unused_logits,
+    tokens,
+    site,
+    start,  # first site of the block
+    sources,  # [N, T, D], in place
+    inverse_rms,  # float32 [T, NP], in place
+    lse,  # float32 [T, H, NP], in place
+    logits,  # float32 [T, N, S, H], in place: of each site, inside its block
+    mix,  # [T, D]
+    rest,  # int8 [T, D]: what rounding took from the mix, in 2**-8 of its spacing
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    HB: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    S: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EPS: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One token a program: the newest source enters the history, and the site's mix is finished."""
+    t = tl.program_id(0).to(tl.int64)
+    stride = tokens.to(tl.int64) * D
+    heads = tl.arange(0, HB)[:, None, None]
+    own = logits + ((t * N + site) * S) * H + heads
+    q = _load_row(query, H, K, HB, L, C)
+    acc = _load_row(source + t * D, H, K, HB, L, C)
+    _store_row(sources + site * stride + t * D, acc, H, K, HB, L, C)
+    squares = _dot_rows(acc, acc, HB, L, C)
+    r = tl.rsqrt(tl.sum(squares, axis=0, keep_dims=True) / D + EPS)
+    tl.store(inverse_rms + t * NP + site + tl.zeros((1, 1, 1), tl.int32), r)
+    m = _dot_rows(acc, q, HB, L, C) * r
+    tl.store(own + (site - start) * H, m, mask=heads < H)
+    z = tl.full((HB, 1, 1), 1.0, tl.float32)
+    if OUTSIDE:
+        before = tl.load(
+            outside_lse + ((site - start) * tokens.to(tl.int64) + t) * H + heads, mask=heads < H, other=-1e30
+        )
+        part = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C)
+        top = tl.maximum(m, before)
+        p = tl.exp(before - top)
+        z = tl.exp(m - top)
+        both = ()
+        for c in tl.static_range(C):
+            both = both + (acc[c] * z + part[c] * p,)
+        acc = both
+        z += p
+        m = top
+    for n in tl.range(start, site, num_stages=STAGES):
+        row = _load_row(sources + n * stride + t * D, H, K, HB, L, C)
+        logit = _dot_rows(row, q, HB, L, C) * tl.load(inverse_rms + t * NP + n)
+        tl.store(own + (n - start) * H, logit, mask=heads < H)
+        top = tl.maximum(m, logit)
+        keep = tl.exp(m - top)
+        p = tl.exp(logit - top)
+        z = z * keep + p
+        m = top
+        more = ()
+        for c in tl.static_range(C):
+            more = more + (acc[c] * keep + row[c] * p,)
+        acc = more
+    out = ()
+    lost = ()
+    for c in tl.static_range(C):
+        exact = acc[c] / z
+        rounded = exact.to(mix.dtype.element_ty)
+        near = rounded.to(tl.float32)
+        units = (exact - near) / (_rest_unit(near, MANTISSA) * 2.0**8)
+        out = out + (rounded,)
+        lost = lost + (tl.minimum(tl.maximum(units, -127.0), 127.0).to(tl.int32),)
+    _store_row(mix + t * D, out, H, K, HB, L, C)
+    _store_row(rest + t * D, lost, H, K, HB, L, C)
+    tl.store(lse + (t * H + heads) * NP + site, m + tl.log(z), mask=heads < H)
+
+
+@triton.jit
+def finish_kernel(
+    cotangent,  # [T, D]: of this site's mix
+    mix,  # [T, D]
+    rest,  # int8 [T, D]
+    queries,  # float32 [N, D]
+    sources,  # [N, T, D]
+    inverse_rms,  # float32 [T, NP]
+    lse,  # float32 [T, H, NP]
+    logits,  # float32 [T, N, S, H]
+    outside,  # [S, T, D]: `pull` of the block, or unused
+    outside_shared,  # float32 [S, T, H]
+    unused_cotangents,
+    unused_deltas,
+    unused_keys,
+    tokens,
+    site,
+    start,
+    stop,  # of the block
+    cotangents,  # [N, T, D], in place
+    deltas,  # float32 [T, H, NP], in place
+    keys,  # [T, H, N, NP], in place: dl r of each source and site
+    d_source,  # [T, D]
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    HB: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    S: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One token a program: site `site`'s cotangent is kept, and the gradient of source `site` finished."""
+    t = tl.program_id(0).to(tl.int64)
+    stride = tokens.to(tl.int64) * D
+    heads = tl.arange(0, HB)[:, None, None]
+    exists = heads < H
+    own = logits + (t * N * S + (site - start)) * H + heads
+    d_out = _load_row(cotangent + t * D, H, K, HB, L, C)
+    v = _load_row(sources + site * stride + t * D, H, K, HB, L, C)
+    r = tl.load(inverse_rms + t * NP + site)
+    _store_row(cotangents + site * stride + t * D, d_out, H, K, HB, L, C)
+    near = _load_row(mix + t * D, H, K, HB, L, C)
+    lost = _load_row(rest + t * D, H, K, HB, L, C)
+    exact = ()
+    for c in tl.static_range(C):
+        exact = exact + (near[c] + lost[c] * (_rest_unit(near[c], MANTISSA) * 2.0**8),)
+    delta = _dot_rows(d_out, exact, HB, L, C)
+    tl.store(deltas + (t * H + heads) * NP + site, delta, mask=exists)
+    key_row = keys + ((t * H + heads) * N + site) * NP
+
+    logit = tl.load(own + site * (S * H), mask=exists, other=0.0)
+    p = tl.exp(logit - tl.load(lse + (t * H + heads) * NP + site, mask=exists, other=0.0))
+    dl = tl.where(exists, p * (_dot_rows(d_out, v, HB, L, C) - delta), 0.0)
+    tl.store(key_row + site, (dl * r).to(keys.dtype.element_ty), mask=exists)
+    shared = dl * logit
+    q = _load_row(queries + site * D, H, K, HB, L, C)
+    acc = ()
+    for c in tl.static_range(C):
+        acc = acc + (p * d_out[c] + (dl * r) * q[c],)
+    if OUTSIDE:
+        part = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C)
+        shared += tl.load(
+            outside_shared + ((site - start) * tokens.to(tl.int64) + t) * H + heads, mask=exists, other=0.0
+        )
+        both = ()
+        for c in tl.static_range(C):
+            both = both + (acc[c] + part[c],)
+        acc = both
+    for i in tl.range(site + 1, stop, num_stages=STAGES):
+        row = _load_row(cotangents + i * stride + t * D, H, K, HB, L, C)
+        q = _load_row(queries + i * D, H, K, HB, L, C)
+        logit = tl.load(own + i * (S * H), mask=exists, other=0.0)
+        p = tl.exp(logit - tl.load(lse + (t * H + heads) * NP + i, mask=exists, other=0.0))
+        delta = tl.load(deltas + (t * H + heads) * NP + i, mask=exists, other=0.0)
+        dl = tl.where(exists, p * (_dot_rows(row, v, HB, L, C) - delta), 0.0)
+        tl.store(key_row + i, (dl * r).to(keys.dtype.element_ty), mask=exists)
+        shared += dl * logit
+        more = ()
+        for c in tl.static_range(C):
+            more = more + (acc[c] + p * row[c] + (dl * r) * q[c],)
+        acc = more
+    radial = tl.sum(shared, axis=0, keep_dims=True) * (r * r / D)
+    out = ()
+    for c in tl.static_range(C):
+        out = out + (acc[c] - radial * v[c],)
+    _store_row(d_source + t * D, out, H, K, HB, L, C)
+
+
+@triton.jit
+def _split(x, like):
+    """A float32 array as two in the dtype of `like`, whose sum is nearly it."""
+    high = x.to(like.dtype)
+    return high, (x - high.to(tl.float32)).to(like.dtype)
+
+
+@triton.jit
+def mix_kernel(
+    sources,  # [N, T, D]
+    inverse_rms,  # float32 [T, NP]
+    high,  # [N, D] storage dtype: effective queries, and
+    low,  # what rounding took from them
+    tokens,
+    start,  # first site of the block: so many sources lie before it
+    sites,  # of the block
+    outside,  # [S, T, D]
+    outside_lse,  # float32 [S, T, H]
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    NP: tl.constexpr,
+    SB: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One token and head a program: all sites of a block over all sources before it, normalised."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    stride = tokens.to(tl.int64) * D
+    s, j = tl.arange(0, SB), tl.arange(0, 16)
+    k1, k2 = tl.arange(0, K1)[None, :], K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
+    site = (start + s)[:, None] * D + h * K
+    here = (s < sites)[:, None]
+    qh1 = tl.load(high + site + k1, mask=here & (k1 < K), other=0.0)
+    ql1 = tl.load(low + site + k1, mask=here & (k1 < K), other=0.0)
+    acc1 = tl.zeros((SB, K1), tl.float32)
+    if K2 > 0:
+        qh2 = tl.load(high + site + k2, mask=here & (k2 < K), other=0.0)
+        ql2 = tl.load(low + site + k2, mask=here & (k2 < K), other=0.0)
+        acc2 = tl.zeros((SB, K2), tl.float32)
+    m = tl.full((SB,), -1e30, tl.float32)
+    z = tl.zeros((SB,), tl.float32)
+    for n0 in tl.range(0, start, 16, num_stages=STAGES):
+        n = n0 + j
+        exists = n < start
+        row = sources + n.to(tl.int64)[:, None] * stride + t * D + h * K
+        v1 = tl.load(row + k1, mask=exists[:, None] & (k1 < K), other=0.0)
+        logit = tl.dot(ql1, tl.trans(v1))
+        logit = tl.dot(qh1, tl.trans(v1), logit)
+        if K2 > 0:
+            v2 = tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0)
+            logit = tl.dot(ql2, tl.trans(v2), logit)
+            logit = tl.dot(qh2, tl.trans(v2), logit)
+        r = tl.load(inverse_rms + t * NP + n, mask=exists, other=0.0)
+        logit = tl.where(exists[None, :], logit * r[None, :], -1e30)
+        top = tl.maximum(m, tl.max(logit, axis=1))
+        keep = tl.exp(m - top)
+        p = tl.exp(logit - top[:, None])
+        z = z * keep + tl.sum(p, axis=1)
+        m = top
+        ph, pl = _split(p, v1)
+        acc1 = tl.dot(ph, v1, acc1 * keep[:, None])
+        acc1 = tl.dot(pl, v1, acc1)
+        if K2 > 0:
+            acc2 = tl.dot(ph, v2, acc2 * keep[:, None])
+            acc2 = tl.dot(pl, v2, acc2)
+    out = outside + s.to(tl.int64)[:, None] * stride + t * D + h * K
+    dtype = outside.dtype.element_ty
+    tl.store(out + k1, (acc1 / z[:, None]).to(dtype), mask=here & (k1 < K))
+    if K2 > 0:
+        tl.store(out + k2, (acc2 / z[:, None]).to(dtype), mask=here & (k2 < K))
+    tl.store(outside_lse + (s.to(tl.int64) * tokens + t) * H + h, m + tl.log(z), mask=s < sites)
+
+
+@triton.jit
+def pull_kernel(
+    sources,  # [N, T, D]
+    inverse_rms,  # float32 [T, NP]
+    high,  # [N, D] storage dtype
+    low,
+    lse,  # float32 [T, H, NP]
+    cotangents,  # [N, T, D]
+    deltas,  # float32 [T, H, NP]
+    unused_keys,
+    tokens,
+    start,
+    count,  # sources of the block
+    keys,  # [T, H, N, NP], in place
+    outside,  # [S, T, D]
+    outside_shared,  # float32 [S, T, H]
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    SB: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One token and head a program: the gradients of all sources of a block from all sites behind it."""
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    stride = tokens.to(tl.int64) * D
+    s, j = tl.arange(0, SB), tl.arange(0, 16)
+    k1, k2 = tl.arange(0, K1)[None, :], K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
+    here = s < count
+    n = start + s
+    row = sources + n.to(tl.int64)[:, None] * stride + t * D + h * K
+    v1 = tl.load(row + k1, mask=here[:, None] & (k1 < K), other=0.0)
+    acc1 = tl.zeros((SB, K1), tl.float32)
+    if K2 > 0:
+        v2 = tl.load(row + k2, mask=here[:, None] & (k2 < K), other=0.0)
+        acc2 = tl.zeros((SB, K2), tl.float32)
+    r = tl.load(inverse_rms + t * NP + n, mask=here, other=0.0)[:, None]
+    shared = tl.zeros((SB,), tl.float32)
+    for i0 in tl.range(start + count, N, 16, num_stages=STAGES):
+        i = i0 + j
+        exists = i < N
+        row = cotangents + i.to(tl.int64)[:, None] * stride + t * D + h * K
+        q = i[:, None] * D + h * K
+        d1 = tl.load(row + k1, mask=exists[:, None] & (k1 < K), other=0.0)
+        qh1 = tl.load(high + q + k1, mask=exists[:, None] & (k1 < K), other=0.0)
+        ql1 = tl.load(low + q + k1, mask=exists[:, None] & (k1 < K), other=0.0)
+        logit = tl.dot(v1, tl.trans(ql1))
+        logit = tl.dot(v1, tl.trans(qh1), logit)
+        dots = tl.dot(v1, tl.trans(d1))
+        if K2 > 0:
+            d2 = tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0)
+            qh2 = tl.load(high + q + k2, mask=exists[:, None] & (k2 < K), other=0.0)
+            ql2 = tl.load(low + q + k2, mask=exists[:, None] & (k2 < K), other=0.0)
+            logit = tl.dot(v2, tl.trans(ql2), logit)
+            logit = tl.dot(v2, tl.trans(qh2), logit)
+            dots = tl.dot(v2, tl.trans(d2), dots)
+        logit = logit * r
+        at = (t * H + h) * NP + i
+        both = here[:, None] & exists[None, :]
+        p = tl.exp(logit - tl.load(lse + at, mask=exists, other=0.0)[None, :])
+        p = tl.where(both, p, 0.0)
+        dl = p * (dots - tl.load(deltas + at, mask=exists, other=0.0)[None, :])
+        shared += tl.sum(dl * logit, axis=1)
+        pb = p.to(v1.dtype)
+        kb = (dl * r).to(v1.dtype)
+        tl.store(keys + ((t * H + h) * N + n)[:, None] * NP + i[None, :], kb, mask=both)
+        acc1 = tl.dot(pb, d1, acc1)
+        acc1 = tl.dot(kb, qh1, acc1)
+        if K2 > 0:
+            acc2 = tl.dot(pb, d2, acc2)
+            acc2 = tl.dot(kb, qh2, acc2)
+    out = outside + s.to(tl.int64)[:, None] * stride + t * D + h * K
+    dtype = outside.dtype.element_ty
+    tl.store(out + k1, acc1.to(dtype), mask=here[:, None] & (k1 < K))
+    if K2 > 0:
+        tl.store(out + k2, acc2.to(dtype), mask=here[:, None] & (k2 < K))
+    tl.store(outside_shared + (s.to(tl.int64) * tokens + t) * H + h, shared, mask=here)
+
+
+@triton.jit
+def query_kernel(
+    sources,  # [N, T, D]
+    keys,  # [T, H, N, NP]
+    tokens,
+    chunk,  # tokens a program
+    partial,  # float32 [programs, N, D]
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    MS: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Head, tokens and sites a program: the sum over its tokens and all sources of (dl r) s."""
+    h = tl.program_id(0)
+    first = tl.program_id(1) * chunk
+    count = tl.minimum(chunk, tokens - first)
+    i = tl.program_id(2) * MS + tl.arange(0, MS)
+    j = tl.arange(0, 16)
+    stride = tokens.to(tl.int64) * D
+    k1, k2 = tl.arange(0, K1)[None, :], K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
+    acc1 = tl.zeros((MS, K1), tl.float32)
+    if K2 > 0:
+        acc2 = tl.zeros((MS, K2), tl.float32)
+    STEPS: tl.constexpr = (N + 15) // 16
+    for u in tl.range(0, count * STEPS, num_stages=STAGES):
+        t = (first + u // STEPS).to(tl.int64)
+        n = (u % STEPS) * 16 + j
+        exists = n < N
+        read = exists[:, None] & (i[None, :] >= n[:, None]) & (i[None, :] < N)
+        key = tl.trans(tl.load(keys + ((t * H + h) * N + n)[:, None] * NP + i[None, :], mask=read, other=0.0))
+        row = sources + n.to(tl.int64)[:, None] * stride + t * D + h * K
+        acc1 = tl.dot(key, tl.load(row + k1, mask=exists[:, None] & (k1 < K), other=0.0), acc1)
+        if K2 > 0:
+            acc2 = tl.dot(key, tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0), acc2)
+    out = partial + (tl.program_id(1).to(tl.int64) * N + i)[:, None] * D + h * K
+    tl.store(out + k1, acc1, mask=(i < N)[:, None] & (k1 < K))
+    if K2 > 0:
+        tl.store(out + k2, acc2, mask=(i < N)[:, None] & (k2 < K))

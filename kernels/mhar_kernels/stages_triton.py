@@ -1,0 +1,308 @@
+"""The stages of the depth-blocked schedule on GPUs, through jax-triton: launches of the kernels in `stage_kernels`.
+
+`schedule.Stages` says what each stage is for. Tokens are flattened to one axis [T]. Histories live in buffers of full
+depth that kernels write in place; the first kernel that writes a buffer makes it. 16-bit storage only.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from triton.runtime.jit import JITFunction
+
+from mhar_kernels import stage_kernels, triton_launch
+from mhar_kernels.schedule import Plan
+
+# Partial sums between two kernels, [S, T, D]: rounding them to 16 bits would be one rounding more for every mix.
+_PARTIAL = jnp.float32
+_CHUNKS = 264  # programs of the query kernel: two a multiprocessor of an H100 or H200
+
+
+class History(NamedTuple):
+    """All sources so far, and what is known of them."""
+
+    queries: jax.Array  # float32 [N, D], effective
+    high: jax.Array  # [N, D] in the storage dtype: the queries, and
+    low: jax.Array  # what that rounding took
+    sources: jax.Array | None  # [N, T, D]
+    inverse_rms: jax.Array | None  # float32 [T, NP]
+    lse: jax.Array | None  # float32 [T, H, NP]
+    logits: jax.Array | None  # float32 [T, N, S, H]: site, source counted from the start of the site's block
+    rests: tuple[jax.Array, ...]  # int8 [T, D] a site: what rounding took from its mix; Δ needs it
+
+
+class Later(NamedTuple):
+    """What the sites left so far gave back."""
+
+    cotangents: jax.Array | None  # [N, T, D]
+    deltas: jax.Array | None  # float32 [T, H, NP]
+    keys: jax.Array | None  # [T, H, N, NP] in the storage dtype: dl r of each source and site
+
+
+def start(plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -> History:
+    """See `schedule.Stages`."""
+    del low  # only float32 storage has it
+    high = queries.astype(x.dtype)
+    return History(queries, high, (queries - high.astype(jnp.float32)).astype(x.dtype), None, None, None, None, ())
+
+
+def merge(plan: Plan, history: History, site: int, source: jax.Array, outside) -> tuple[History, jax.Array]:
+    """See `schedule.Stages`."""
+    shape = _Shape.of(plan, source)
+    partial, partial_lse = outside if outside is not None else (_unused(_PARTIAL), _unused(jnp.float32))
+    old = history[3:7]
+    *buffers, mix, rest = _call(
+        shape,
+        stage_kernels.merge_kernel,
+        [
+            source.reshape(shape.tokens, shape.dim),
+            history.queries[site],
+            partial,
+            partial_lse,
+            *(_unused(o.dtype) if a is None else a for a, o in zip(old, shape.history(), strict=True)),
+            shape.tokens,
+            site,
+            plan.block_of(site).start,
+        ],
+        [*shape.history(), shape.row(), shape.row(jnp.int8)],
+        {**shape.rows(), "EPS": plan.eps, "OUTSIDE": outside is not None, "STAGES": 3},
+        (shape.tokens,),
+        warps=shape.row_warps,
+        aliases={} if site == 0 else {4 + i: i for i in range(4)},
+    )
+    history = History(*history[:3], *buffers, (*history.rests, rest))
+    return history, mix.reshape(source.shape)
+
+
+def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Array]:
+    """See `schedule.Stages`: [S, T, D] normalised, and its log-sum-exp [S, T, H]."""
+    assert history.sources is not None
+    shape = _Shape.of(plan, history.sources[0])
+    results = _call(
+        shape,
+        stage_kernels.mix_kernel,
+        [history.sources, history.inverse_rms, history.high, history.low, shape.tokens, block.start, len(block)],
+        shape.partial(),
+        {**shape.heads(), "SB": 16, "NP": shape.padded, "STAGES": 2},
+        (shape.tokens, shape.num_heads),
+        warps=shape.head_warps,
+    )
+    return results[0], results[1]
+
+
+def begin(plan: Plan, history: History) -> Later:
+    """See `schedule.Stages`."""
+    return Later(None, None, None)
+
+
+def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Later, Any]:
+    """See `schedule.Stages`: [S, T, D] short of the term in the source's own direction, and Σ dl l [S, T, H]."""
+    assert history.sources is not None
+    shape = _Shape.of(plan, history.sources[0])
+    inputs = [
+        history.sources,
+        history.inverse_rms,
+        history.high,
+        history.low,
+        history.lse,
+        later.cotangents,
+        later.deltas,
+        later.keys,
+        shape.tokens,
+        block.start,
+        len(block),
+    ]
+    keys, *partial = _call(
+        shape,
+        stage_kernels.pull_kernel,
+        inputs,
+        [shape.later()[2], *shape.partial()],
+        {**shape.heads(), "N": shape.depth, "NP": shape.padded, "SB": 16, "STAGES": 2},
+        (shape.tokens, shape.num_heads),
+        warps=shape.head_warps,
+        aliases={7: 0},
+    )
+    return later._replace(keys=keys), tuple(partial)
+
+
+def finish(
+    plan: Plan, history: History, later: Later, site: int, mix: jax.Array, cotangent: jax.Array, outside
+) -> tuple[Later, jax.Array]:
+    """See `schedule.Stages`."""
+    shape, block = _Shape.of(plan, mix), plan.block_of(site)
+    partial, shared = outside if outside is not None else (_unused(_PARTIAL), _unused(jnp.float32))
+    first = site == plan.num_sites - 1
+    *buffers, d_source = _call(
+        shape,
+        stage_kernels.finish_kernel,
+        [
+            cotangent.reshape(shape.tokens, shape.dim),
+            mix.reshape(shape.tokens, shape.dim),
+            history.rests[site],
+            history.queries,
+            history.sources,
+            history.inverse_rms,
+            history.lse,
+            history.logits,
+            partial,
+            shared,
+            *(_unused(o.dtype) if a is None else a for a, o in zip(later, shape.later(), strict=True)),
+            shape.tokens,
+            site,
+            block.start,
+            block.stop,
+        ],
+        [*shape.later(), shape.row()],
+        {**shape.rows(), "OUTSIDE": outside is not None, "STAGES": 3},
+        (shape.tokens,),
+        warps=shape.row_warps,
+        aliases={} if first else {10 + i: i for i in range(3)},
+    )
+    return Later(*buffers), d_source.reshape(mix.shape)
+
+
+def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
+    """See `schedule.Stages`: partial sums over tokens by the kernel, added up in a fixed order."""
+    assert history.sources is not None
+    shape = _Shape.of(plan, history.sources[0])
+    sites = min(128, max(16, _power_of_two(shape.depth)))
+    tiles = -(-shape.depth // sites)
+    chunk = -(-shape.tokens // min(shape.tokens, max(1, _CHUNKS // (shape.num_heads * tiles))))
+    chunks = -(-shape.tokens // chunk)
+    (partial,) = _call(
+        shape,
+        stage_kernels.query_kernel,
+        [history.sources, later.keys, shape.tokens, chunk],
+        [jax.ShapeDtypeStruct((chunks, shape.depth, shape.dim), jnp.float32)],
+        {**shape.heads(), "N": shape.depth, "NP": shape.padded, "MS": sites, "STAGES": 3},
+        (shape.num_heads, chunks, tiles),
+        warps=min(8, max(1, sites * shape.split[0] // 2048)),
+    )
+    return jnp.sum(partial, axis=0)
+
+
+class _Shape(NamedTuple):
+    """Sizes of a stack as its kernels see it."""
+
+    dtype: Any
+    tokens: int
+    dim: int
+    num_heads: int
+    depth: int  # N, sources and sites
+    block: int  # S
+    interpret: bool
+
+    @classmethod
+    def of(cls, plan: Plan, row: jax.Array) -> "_Shape":
+        """row: anything [..., D]."""
+        tokens = int(np.prod(row.shape[:-1], dtype=np.int64))
+        size = min(plan.block_size, plan.num_sites)
+        return cls(row.dtype, tokens, row.shape[-1], plan.num_heads, plan.num_sites, size, plan.interpret)
+
+    @property
+    def padded(self) -> int:
+        """NP: N rounded up, so that 16 sites of a token can be read at once."""
+        return -(-self.depth // 16) * 16
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.num_heads
+
+    @property
+    def split(self) -> tuple[int, int]:
+        """K1 and K2: powers of two, at least 16, that cover a head; K2 = 0 where one does."""
+        k = self.head_dim
+        if k <= 16 or k & (k - 1) == 0:
+            return max(16, k), 0
+        first = 1 << (k.bit_length() - 1)
+        return (32, 0) if first == 16 else (first, max(16, _power_of_two(k - first)))
+
+    @property
+    def row_warps(self) -> int:
+        """Of kernels that hold whole rows: up to 40 features a lane."""
+        return min(16, max(1, _power_of_two(-(-self.dim // 1280))))
+
+    @property
+    def head_warps(self) -> int:
+        """Of kernels that hold 16 rows of a head."""
+        return min(8, max(1, self.split[0] // 128))
+
+    def row(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.tokens, self.dim), dtype or self.dtype)
+
+    def history(self) -> list[jax.ShapeDtypeStruct]:
+        """Of sources, inverse_rms, lse and logits."""
+        t, n, h = self.tokens, self.depth, self.num_heads
+        shapes = (t, self.padded), (t, h, self.padded), (t, n, self.block, h)
+        sources = jax.ShapeDtypeStruct((n, t, self.dim), self.dtype)
+        return [sources, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)]
+
+    def later(self) -> list[jax.ShapeDtypeStruct]:
+        """Of cotangents, deltas and keys."""
+        t, n, h = self.tokens, self.depth, self.num_heads
+        return [
+            jax.ShapeDtypeStruct((n, t, self.dim), self.dtype),
+            jax.ShapeDtypeStruct((t, h, self.padded), jnp.float32),
+            jax.ShapeDtypeStruct((t, h, n, self.padded), self.dtype),
+        ]
+
+    def partial(self) -> list[jax.ShapeDtypeStruct]:
+        """Of what a block's pass leaves for its sites."""
+        rows = jax.ShapeDtypeStruct((self.block, self.tokens, self.dim), _PARTIAL)
+        return [rows, jax.ShapeDtypeStruct((self.block, self.tokens, self.num_heads), jnp.float32)]
+
+    def rows(self) -> dict[str, Any]:
+        """Constants of kernels that hold whole rows, as tiles [HB, 1, L]."""
+        heads = _power_of_two(self.num_heads)
+        most = max(1, 32 * self.row_warps // heads) * 8  # 16 bytes a lane
+        width = most
+        while width > 1 and -(-self.head_dim // width) * width > 1.1 * self.head_dim:
+            width //= 2
+        sizes = {"D": self.dim, "H": self.num_heads, "K": self.head_dim, "HB": heads, "L": width}
+        mantissa = {"MANTISSA": 10 if self.dtype == jnp.float16 else 7}
+        depth = {"N": self.depth, "NP": self.padded, "S": self.block}
+        return {**sizes, **depth, **mantissa, "C": -(-self.head_dim // width)}
+
+    def heads(self) -> dict[str, Any]:
+        """Constants of kernels that hold one head of several rows."""
+        first, second = self.split
+        return {"D": self.dim, "H": self.num_heads, "K": self.head_dim, "K1": first, "K2": second}
+
+
+def _call(
+    shape: _Shape,
+    kernel: JITFunction,
+    inputs: list[Any],
+    outputs: list[jax.ShapeDtypeStruct],
+    constants: Mapping[str, Any],
+    grid: tuple[int, ...],
+    warps: int,
+    aliases: Mapping[int, int] | None = None,
+) -> list[jax.Array]:
+    """One launch; under vmap, one after another."""
+    numbers = {i: x for i, x in enumerate(inputs) if isinstance(x, int)}
+    name = f"depth_stack_{kernel.fn.__name__.removesuffix('_kernel')}"
+
+    @jax.custom_batching.sequential_vmap
+    def run(*arrays: jax.Array) -> list[jax.Array]:
+        left = iter(arrays)
+        operands = [numbers[i] if i in numbers else next(left) for i in range(len(inputs))]
+        return triton_launch.run(
+            kernel, name, operands, outputs, constants, grid, warps, constants["STAGES"], shape.interpret, aliases
+        )
+
+    return run(*(x for x in inputs if not isinstance(x, int)))
+
+
+def _unused(dtype) -> jax.Array:
+    """Stands for an operand that a kernel does not read."""
+    return jnp.zeros((1,), dtype)
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+__all__ = ["begin", "finish", "merge", "mix", "pull", "query_gradient", "start"]
