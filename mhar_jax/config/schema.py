@@ -233,6 +233,7 @@ class Config:
 
     run_dir: Annotated[str, Field(min_length=1)] = "runs/tiny"  # everything the run writes
     seed: NonNegativeInt = 42  # parameters, data order and sampling
+    init_from: str | None = None  # start from this checkpoint's parameters (run, Hugging Face directory, .gguf)
     steps: PositiveInt = 20000  # optimizer steps
     batch_size: PositiveInt = 64  # sequences a step, over all devices and micro-batches
     seq_len: PositiveInt = 2048  # tokens a sequence
