@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from mhar_jax.config.schema import ModelConfig
-from mhar_jax.errors import writing
+from mhar_jax.errors import UserError, writing
 from mhar_jax.inspect.maps import Panel, draw_maps, strongest
 from mhar_jax.inspect.walk import column_labels
 from mhar_jax.models.sites import site_labels, source_labels
@@ -42,6 +42,7 @@ def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
     """Writes a picture, one panel a head: a row for each site, a column for each source, darker where it reads more.
 
     The scale ends at the largest weight of a site that has a choice: a site with one source is at 1 by definition.
+    The file is replaced whole, so a viewer never sees half of it.
 
     Raises:
       UserError: the file cannot be written.
@@ -59,15 +60,17 @@ def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
         label="mean depth weight",
         limit=strongest(routing.weights, counts > 1),
     )
+    aside = path.with_name(f".{path.name}")  # the same suffix: it decides the format
     with writing("the routing map", path):
-        figure.savefig(path, metadata={"Software": None})
+        figure.savefig(aside, metadata={"Software": None})
+        aside.replace(path)
 
 
 class RoutingPictures:
     """Draws the newest map into one file, in a thread of its own, while the devices go on training.
 
     Drawing takes a good part of a second of a processor. A map that comes while the one before is being drawn waits,
-    and takes the place of one that is waiting already. The file is replaced whole, so a viewer never sees half of it.
+    and takes the place of one that is waiting already. A context manager that waits for the last picture.
     """
 
     def __init__(self, config: ModelConfig, path: pathlib.Path):
@@ -90,15 +93,27 @@ class RoutingPictures:
         for job in finished:
             job.result()
 
-    def close(self) -> None:
-        """Waits for the last picture.
+    def finish(self) -> None:
+        """Waits for the last picture; no other may come.
 
         Raises:
           UserError: it could not be written.
         """
         self._thread.shutdown()
-        for job in self._jobs:
+        jobs, self._jobs = self._jobs, []
+        for job in jobs:
             job.result()
+
+    def __enter__(self) -> "RoutingPictures":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        """Waits; an error that is on its way already is the one told."""
+        try:
+            self.finish()
+        except UserError:
+            if kind is None:
+                raise
 
     def _draw(self) -> None:
         """Draws the newest map, unless an earlier job has."""
@@ -106,7 +121,4 @@ class RoutingPictures:
             routing, self._newest = self._newest, None
         if routing is None:
             return
-        aside = self._path.with_name(f".{self._path.name}")  # the same suffix: it decides the format
-        draw(self._config, routing, aside)
-        with writing("the routing map", self._path):
-            aside.replace(self._path)
+        draw(self._config, routing, self._path)

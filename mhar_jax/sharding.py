@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mhar_jax.config.schema import Config, MeshConfig
@@ -17,6 +17,9 @@ from mhar_jax.errors import UserError
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"))
+
+AnyMesh = Mesh | AbstractMesh
+Layout = P | None  # None: not over a mesh
 
 # The end of a parameter's path, and the mesh axes of its dimensions. First match wins; no match is replicated.
 # Optimizer moments and averaged weights have the same path endings, so they follow their parameter.
@@ -79,13 +82,29 @@ def state_shardings(mesh: Mesh, state: Any) -> Any:
 
     def sharding(path, leaf) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        rule = next((spec for pattern, spec in PARAMETER_RULES if re.search(pattern, name)), P())
-        return NamedSharding(mesh, fit(rule, leaf.shape, mesh))
+        return NamedSharding(mesh, fit(_rule(name), leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
-def fit(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+def parameter_layout(name: str, shape: tuple[int, ...]) -> Layout:
+    """How a new parameter is laid out over the mesh in scope, by PARAMETER_RULES; None without such a mesh."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.axis_names != AXES or any(t != AxisType.Auto for t in mesh.axis_types):
+        return None
+    return fit(_rule(name), shape, mesh)
+
+
+def with_layout(x: jax.Array, layout: Layout) -> jax.Array:
+    """A new parameter, traced, laid out."""
+    return x if layout is None else jax.lax.with_sharding_constraint(x, layout)
+
+
+def _rule(name: str) -> P:
+    return next((spec for pattern, spec in PARAMETER_RULES if re.search(pattern, name)), P())
+
+
+def fit(spec: P, shape: tuple[int, ...], mesh: AnyMesh) -> P:
     """The rule's spec where the mesh divides the shape; an axis that does not divide moves to a dimension that does.
 
     D = 1280 over 512 devices: the rule's dimension cannot be split, the MLP's 5120 beside it can. An axis that fits

@@ -17,7 +17,7 @@ from mhar_jax.config.schema import Config
 from mhar_jax.errors import UserError, one_line
 from mhar_jax.evaluation.statistics import MeanStd, mean_std, tail_mean
 from mhar_jax.models import train_flops_per_token
-from mhar_jax.training.checkpoints import list_steps, read_meta
+from mhar_jax.training.run_directory import read_fingerprint
 
 # What is compared, and may differ between paired runs; the comparison says that it does.
 COMPARED = ("model", "optimizer.peak_lr")
@@ -52,7 +52,7 @@ class Run:
     path: str
     config: Config
     evaluations: list[Evaluation]
-    fingerprint: str | None  # of the text, from a checkpoint; None where there is no readable one
+    fingerprint: str | None  # of the text; None where no readable data.json says it
 
     @property
     def tail(self) -> float:
@@ -94,7 +94,7 @@ def read_run(path: str | pathlib.Path) -> Run:
     evaluations = list(_evaluations(directory / "metrics.jsonl"))
     if not evaluations:
         raise UserError(f"{directory} has no evaluation in its metrics.jsonl")
-    return Run(str(directory), config, evaluations, _fingerprint(directory))
+    return Run(str(directory), config, evaluations, read_fingerprint(directory))
 
 
 def _evaluations(path: pathlib.Path) -> Iterator[Evaluation]:
@@ -105,15 +105,6 @@ def _evaluations(path: pathlib.Path) -> Iterator[Evaluation]:
                 yield Evaluation(int(line["step"]), float(line["val_loss"]), line.get("val_tokens"))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} cannot be read at line {number}: {one_line(error)}") from None
-
-
-def _fingerprint(directory: pathlib.Path) -> str | None:
-    for step in reversed(list_steps(directory / "checkpoints")):
-        try:
-            return str(read_meta(directory / "checkpoints" / str(step))["data_fingerprint"])
-        except (ValueError, OSError, KeyError):
-            continue
-    return None
 
 
 def _fields(config: Config) -> Iterator[tuple[str, Any]]:
@@ -151,7 +142,7 @@ def reasons_against_pairing(a: Run, b: Run) -> list[str]:
     ]
     for run in (a, b):
         if run.fingerprint is None:
-            reasons.append(f"{run.path} has no readable checkpoint, so nothing says which text it saw")
+            reasons.append(f"{run.path} has no readable data.json, so nothing says which text it saw")
         if run.evaluations[-1].step < run.config.steps:
             reasons.append(f"{run.path} ends at step {run.evaluations[-1].step} of {run.config.steps}")
     if None not in (a.fingerprint, b.fingerprint) and a.fingerprint != b.fingerprint:

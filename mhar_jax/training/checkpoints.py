@@ -12,6 +12,7 @@ import pathlib
 import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -183,13 +184,22 @@ class Checkpoints:
     def _failed(self, error: Exception) -> UserError:
         step, self._started = self._started, None
         if jax.process_index() == 0:
-            for unfinished in self.directory.glob(f"{step}.*tmp*"):
-                shutil.rmtree(unfinished, ignore_errors=True)  # a full disk has better uses
+            self._remove_unfinished(step)
         whole = [s for s in self.steps() if s != step]
         kept = f"the checkpoint of step {whole[-1]} is whole" if whole else "there is no earlier checkpoint"
         return UserError(
             f"the checkpoint of step {step} could not be written to {self.directory}: {_reason(error)}; {kept}"
         )
+
+    def _remove_unfinished(self, step: int) -> None:
+        """Makes room: again and again, since other arrays of the failed save may still be on their way."""
+        for _ in range(50):
+            time.sleep(0.02)
+            unfinished = list(self.directory.glob(f"{step}.*tmp*"))
+            if not unfinished:
+                return
+            for path in unfinished:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def read_params(run_dir: pathlib.Path, shapes_of: Callable[[Config], Any]) -> tuple[Config, int, Any]:

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-import os
+import json
 import pathlib
 import signal
 from collections.abc import Callable, Iterator
@@ -11,25 +11,28 @@ from typing import Any
 import jax
 import numpy as np
 
-from mhar_jax.config.load import make_config, read_file, to_yaml
+from mhar_jax.config.load import to_yaml
 from mhar_jax.config.schema import Config
 from mhar_jax.data import describe_data, load_tokenizer, make_eval_batches, make_train_iterator
 from mhar_jax.data.tokenizers import Tokenizer
 from mhar_jax.errors import UserError, writing
 from mhar_jax.models import count_parameters
-from mhar_jax.routing_map import draw, measure
+from mhar_jax.routing_map import RoutingPictures
 from mhar_jax.sampling import sample_text
 from mhar_jax.sharding import check_batch, make_mesh
 from mhar_jax.training.checkpoints import Checkpoints, merge_data_states
-from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress, check_wandb, holds_metrics
+from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress, check_wandb
 from mhar_jax.training.reports import Clock, Evaluation, Reports, due
+from mhar_jax.training.run_directory import prepare_run_dir, write_file
+from mhar_jax.training.start import read_start
 from mhar_jax.training.step import State, Trainer, evaluated_params, make_trainer
 
 
 def train(config: Config) -> None:
     """Trains to `config.steps`, continuing from the newest whole checkpoint in `config.run_dir`.
 
-    Writes `config.yaml`, `metrics.jsonl`, `checkpoints/` and, for a routed model, `routing.png`.
+    Writes `config.yaml`, `data.json`, `metrics.jsonl`, `checkpoints/` and, for a routed model, `routing.png`, which
+    every evaluation replaces.
 
     Raises:
       UserError: something about the config, the data, the devices or the disk; or the loss is not finite.
@@ -62,7 +65,8 @@ def train(config: Config) -> None:
         # ---- State: resume first, since a fresh state would cost its memory twice.
         state, start = _resume(config, checkpoints, trainer, iterator, str(data["fingerprint"]))
         if first_process:
-            write_config(config, run_dir / "config.yaml")
+            write_file(run_dir / "config.yaml", "the resolved config", to_yaml(config))
+            write_file(run_dir / "data.json", "the description of the data", json.dumps(data, indent=1) + "\n")
         writer = MetricsWriter(config, run_dir, first_step=start + 1 if start else 0) if first_process else NoMetrics()
         resources.enter_context(contextlib.closing(writer))
         progress = resources.enter_context(contextlib.closing(Progress(config.steps, start, quiet=not first_process)))
@@ -71,7 +75,10 @@ def train(config: Config) -> None:
         clock = Clock()
         reports = Reports(trainer, writer, progress, clock)
         eval_batches = [_to_devices(batch, trainer) for batch in held_out]
-        evaluate = Evaluation(trainer, eval_batches, writer, progress)
+        pictures = None
+        if config.model.is_routed and first_process:
+            pictures = resources.enter_context(RoutingPictures(config.model, run_dir / "routing.png"))
+        evaluate = Evaluation(trainer, eval_batches, writer, progress, pictures)
         profiler = resources.enter_context(contextlib.closing(_Profiler(config, run_dir)))
         terminated = resources.enter_context(_terminated())
 
@@ -105,14 +112,13 @@ def train(config: Config) -> None:
         checkpoints.wait()
 
         # ---- What the run shows at its end.
-        params = evaluated_params(state, config)
-        if config.model.is_routed:
-            routing = measure(trainer, params, eval_batches[0])
-            if first_process:
-                draw(config.model, routing, run_dir / "routing.png")
+        if config.model.is_routed and start == config.steps:  # nothing was left to do; the picture may be missing
+            evaluate.picture(state)
+        if pictures is not None:
+            pictures.finish()
             progress.say(f"routing map: {run_dir / 'routing.png'}")
         if config.sample.tokens and tokenizer is not None:
-            progress.say(f"sample: {sample_text(config, trainer, params, tokenizer)}")
+            progress.say(f"sample: {sample_text(config, trainer, evaluated_params(state, config), tokenizer)}")
 
 
 def with_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
@@ -122,56 +128,6 @@ def with_vocabulary(config: Config, tokenizer: Tokenizer | None) -> Config:
     assert tokenizer is not None  # see _needs_no_tokenizer
     rows = -(-tokenizer.vocab_size // 128) * 128
     return dataclasses.replace(config, model=dataclasses.replace(config.model, vocab_size=rows))
-
-
-def prepare_run_dir(path: str, *, write: bool = True) -> pathlib.Path:
-    """The run directory, made and seen to be writable.
-
-    Raises:
-      UserError: it cannot be made or written, or holds files of these names that no run wrote.
-    """
-    run_dir = pathlib.Path(path).expanduser()
-    if not write:
-        return run_dir
-    probe = run_dir / f".writable-{os.getpid()}"
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"?")
-        probe.unlink()
-        _check_own(run_dir)
-    except (OSError, ValueError) as error:  # ValueError: a NUL character; and our own
-        if isinstance(error, UserError):
-            raise
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"run_dir {run_dir} cannot be written: {reason}; choose another run_dir") from None
-    return run_dir
-
-
-def _check_own(run_dir: pathlib.Path) -> None:
-    """Files that a run would overwrite must be a run's."""
-    config, metrics = run_dir / "config.yaml", run_dir / "metrics.jsonl"
-    foreign = None
-    if config.is_file():
-        try:
-            make_config(read_file(config))
-        except UserError:
-            foreign = config
-    if metrics.is_file() and not holds_metrics(metrics):
-        foreign = metrics
-    if foreign is not None:
-        raise UserError(f"run_dir {run_dir} holds a {foreign.name} that no run wrote; choose another run_dir")
-
-
-def write_config(config: Config, path: pathlib.Path) -> None:
-    """Writes the resolved config, whole or not at all.
-
-    Raises:
-      UserError: it cannot be written.
-    """
-    aside = path.with_suffix(".yaml.tmp")
-    with writing("the resolved config", path):
-        aside.write_text(to_yaml(config), encoding="utf-8")
-        os.replace(aside, path)
 
 
 def _resume(
@@ -184,6 +140,8 @@ def _resume(
             f"run_dir {run_dir} holds checkpoints and checkpoint.resume is false; let it resume, or use another run_dir"
         )
     found = checkpoints.restore(trainer.shapes, config, fingerprint)
+    if found is None and config.init_from is not None:
+        return trainer.start(read_start(config, trainer)), 0
     if found is None:
         return trainer.init(), 0
     if found.step > config.steps:

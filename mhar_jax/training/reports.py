@@ -10,7 +10,7 @@ import jax
 
 from mhar_jax.errors import UserError
 from mhar_jax.models import train_flops_per_token
-from mhar_jax.routing_map import measure
+from mhar_jax.routing_map import RoutingMap, RoutingPictures, measure
 from mhar_jax.training.hardware import memory_in_use, peak_flops
 from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress
 from mhar_jax.training.step import State, Trainer, evaluated_params
@@ -132,15 +132,22 @@ class Evaluation:
     """Mean loss over the fixed held-out batches, and what the routing does on the first of them."""
 
     def __init__(
-        self, trainer: Trainer, batches: list[jax.Array], writer: MetricsWriter | NoMetrics, progress: Progress
+        self,
+        trainer: Trainer,
+        batches: list[jax.Array],
+        writer: MetricsWriter | NoMetrics,
+        progress: Progress,
+        pictures: RoutingPictures | None,
     ):
+        """`pictures` draws the routing of a routed model; None in a process that writes nothing."""
         self._trainer, self._batches, self._writer, self._progress = trainer, batches, writer, progress
+        self._pictures = pictures
 
     def __call__(self, step: int, state: State) -> None:
-        """Evaluates the state after `step`, and writes the result.
+        """Evaluates the state after `step`, writes the result and has the routing drawn.
 
         Raises:
-          UserError: the loss is not finite.
+          UserError: the loss is not finite, or an output cannot be written.
         """
         params = evaluated_params(state, self._trainer.config)
         totals = jax.device_get([self._trainer.evaluate(params, tokens) for tokens in self._batches])
@@ -152,7 +159,18 @@ class Evaluation:
                 "checkpoints from before; a lower optimizer.peak_lr usually helps"
             )
         if self._trainer.config.model.is_routed:
-            routing = measure(self._trainer, params, self._batches[0])
+            routing = self.picture(state)
             values |= {"depth_entropy": routing.entropy, "depth_newest_mass": routing.newest_mass}
         self._writer.write(step, values)
         self._progress.report(step, values)
+
+    def picture(self, state: State) -> RoutingMap:
+        """Measures the routing of a routed model and has it drawn; every process takes part.
+
+        Raises:
+          UserError: an earlier picture could not be written.
+        """
+        routing = measure(self._trainer, evaluated_params(state, self._trainer.config), self._batches[0])
+        if self._pictures is not None:
+            self._pictures.submit(routing)
+        return routing

@@ -47,11 +47,21 @@ def _string_keys(tree: Any) -> Any:
 
 def init_state(config: Config, functions: ModelFunctions) -> State:
     """The state before the first step, from `config.seed`; traceable."""
-    params_key, run_key = jax.random.split(jax.random.key(config.seed))
-    params = functions.init(params_key)
+    params = init_params(config, functions)
+    return {"params": params, **_init_rest(config, params)}
+
+
+def init_params(config: Config, functions: ModelFunctions) -> Any:
+    """The parameters of `init_state`. Outside `jax.jit` they are laid out over the mesh in scope, one by one."""
+    params_key, _ = jax.random.split(jax.random.key(config.seed))
+    return functions.init(params_key)
+
+
+def _init_rest(config: Config, params: Any) -> State:
+    """What the state holds beside fresh parameters."""
+    _, run_key = jax.random.split(jax.random.key(config.seed))
     state = {
         "step": jnp.zeros((), jnp.int32),
-        "params": params,
         "optimizer": make_optimizer(config).init(params),
         "rng": jax.random.key_data(run_key),
     }
@@ -61,24 +71,27 @@ def init_state(config: Config, functions: ModelFunctions) -> State:
 
 
 class MeshFunction:
-    """A jitted function, called with the mesh in scope, which `sharding.constrain` and the kernels look for."""
+    """A function, called with the mesh in scope, which `mhar_jax.sharding` and the kernels look for.
 
-    def __init__(self, mesh: Mesh, jitted: Any):
-        self._mesh, self._jitted = mesh, jitted
+    `trace` and `lower` are for a jitted one.
+    """
+
+    def __init__(self, mesh: Mesh, function: Any):
+        self._mesh, self._function = mesh, function
 
     def __call__(self, *args: Any) -> Any:
         with jax.set_mesh(self._mesh):
-            return self._jitted(*args)
+            return self._function(*args)
 
     def trace(self, *args: Any) -> Any:
         """The traced program, for arrays or their shapes; a later call with such arrays does not trace again."""
         with jax.set_mesh(self._mesh):
-            return self._jitted.trace(*args)
+            return self._function.trace(*args)
 
     def lower(self, *args: Any) -> Any:
         """The lowered program, for arrays or their shapes."""
         with jax.set_mesh(self._mesh):
-            return self._jitted.lower(*args)
+            return self._function.lower(*args)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +103,8 @@ class Trainer:
     functions: ModelFunctions
     shapes: State  # ShapeDtypeStructs with shardings
     batch: jax.ShapeDtypeStruct  # tokens of a step: int32 [batch_size, seq_len + 1]
-    init: Callable[[], State]
+    init: Callable[[], State]  # sharded as it is made, by programs whose number does not grow with depth
+    start: Callable[[Any], State]  # the state before the first step, from given parameters
     step: MeshFunction  # state (donated), tokens -> state, {loss, z, grad_norm, lr}
     evaluate: MeshFunction  # parameters, tokens -> {nll, z, tokens}, sums
     summarise: MeshFunction  # parameters, tokens -> RoutingSummary of the first ROUTING_ROWS sequences
@@ -149,6 +163,17 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     def summarise(params: Any, tokens: jax.Array) -> RoutingSummary:
         return routing_summary(model_of(params), tokens[:ROUTING_ROWS, :-1])
 
+    shardings_of_rest = {name: value for name, value in shardings.items() if name != "params"}
+    init_rest = jax.jit(lambda params: _init_rest(config, params), out_shardings=shardings_of_rest)
+
+    def start(params: Any) -> State:
+        return {"params": params, **init_rest(params)}
+
+    def init() -> State:
+        return start(
+            jax.device_put(init_params(config, functions), shardings["params"])
+        )  # they are there: moves nothing
+
     reading: dict[str, Any] = {"in_shardings": (shardings["params"], by_rows), "out_shardings": replicated}
     return Trainer(
         config=config,
@@ -156,7 +181,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         functions=functions,
         shapes=shapes,
         batch=jax.ShapeDtypeStruct((config.batch_size, config.seq_len + 1), jnp.int32, sharding=by_rows),
-        init=MeshFunction(mesh, jax.jit(lambda: init_state(config, functions), out_shardings=shardings)),
+        init=MeshFunction(mesh, init),
+        start=MeshFunction(mesh, start),
         step=MeshFunction(
             mesh,
             jax.jit(step, in_shardings=(shardings, by_rows), out_shardings=(shardings, replicated), donate_argnums=0),

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,7 +12,6 @@ from mhar_jax.config.load import to_yaml
 from mhar_jax.config.schema import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig
 from mhar_jax.evaluation.items import Item, Results, read_results, write_results
 from mhar_jax.evaluation.runs import compare_runs, read_run, reasons_against_pairing, what_is_compared
-from mhar_jax.training.checkpoints import Checkpoints
 
 STEPS = 1300
 LOSSES = np.linspace(4.0, 3.0, 14)  # evaluations at 0, 100, ..., 1300
@@ -25,16 +23,14 @@ def config(variant="additive", *, seed=42, peak_lr=1e-3, layers=2, **changes):
     return Config(**(fields | {"optimizer": OptimizerConfig(peak_lr=peak_lr), "eval": EvalConfig(every=100)} | changes))
 
 
-def write_run(path, config, losses=LOSSES, *, fingerprint="text-1", tokens=4096, every=100, checkpoint=True):
+def write_run(path, config, losses=LOSSES, *, fingerprint="text-1", tokens=4096, every=100):
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(to_yaml(config))
     lines = [{"step": 10, "loss": 5.0}]
     lines += [{"step": i * every, "val_loss": float(x), "val_tokens": tokens} for i, x in enumerate(losses)]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if checkpoint:
-        with Checkpoints(path) as checkpoints:
-            state = {"step": jnp.int32(STEPS), "params": {"w": jnp.ones(2)}}
-            checkpoints.save(state, config, {"next_batch": 1}, fingerprint)
+    if fingerprint is not None:
+        (path / "data.json").write_text(json.dumps({"source": "a text", "fingerprint": fingerprint}))
     return str(path)
 
 
@@ -80,12 +76,12 @@ def test_one_seed_is_said_to_be_one(runs, capsys):
         ({"tokens": 2048}, "their evaluations read different numbers of tokens"),
         ({"every": 99}, "they were evaluated at different steps"),
         ({"losses": LOSSES[:-1]}, "ends at step 1200 of 1300"),
-        ({"checkpoint": False}, "has no readable checkpoint, so nothing says which text it saw"),
+        ({"fingerprint": None}, "has no readable data.json, so nothing says which text it saw"),
     ],
 )
 def test_runs_that_are_not_paired(tmp_path, capsys, change, reason):
     changes = dict(change)
-    how = {k: changes.pop(k) for k in ("fingerprint", "tokens", "every", "losses", "checkpoint") if k in changes}
+    how = {k: changes.pop(k) for k in ("fingerprint", "tokens", "every", "losses") if k in changes}
     a, b = write_run(tmp_path / "a", config()), write_run(tmp_path / "b", config("mhar", **changes), **how)
     found = reasons_against_pairing(read_run(a), read_run(b))
     assert any(re.search(reason, r) for r in found), found
@@ -170,9 +166,9 @@ def test_items_that_are_not_paired(tmp_path, capsys, other, reason):
 def test_bad_input_is_one_sentence(tmp_path, runs, capsys):
     run, file = str(runs / "additive-1"), tmp_path / "x.json"
     file.write_text("{}")
-    empty = write_run(tmp_path / "empty", config(), [], checkpoint=False)
+    empty = write_run(tmp_path / "empty", config(), [])
     broken = tmp_path / "broken"
-    write_run(broken, config(), checkpoint=False)
+    write_run(broken, config())
     (broken / "metrics.jsonl").write_text('{"step": 1, "val_loss": 3}\n{"step": 2, "val_l')
     for arguments, message in (
         ([run], "give at least two runs"),

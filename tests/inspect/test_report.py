@@ -209,11 +209,11 @@ def test_training_pictures_are_drawn_aside_and_the_last_one_stays(tmp_path):
     pictures_ = RoutingPictures(config, tmp_path / "routing.png")
     for entropy in (0.9, 0.5, 0.1):
         pictures_.submit(RoutingMap(weights, entropy, 0.2, 512))
-    pictures_.close()
+    pictures_.finish()
     assert [f.name for f in tmp_path.iterdir()] == ["routing.png"]
     again = RoutingPictures(config, tmp_path / "again.png")
     again.submit(RoutingMap(weights, 0.1, 0.2, 512))
-    again.close()
+    again.finish()
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "routing.png").read_bytes()
 
 
@@ -222,7 +222,7 @@ def test_a_training_picture_that_cannot_be_written_is_told(tmp_path):
     pictures_ = RoutingPictures(known("mhar").walk.config, tmp_path / "routing.png")
     pictures_.submit(RoutingMap(routing_of(3, 2).weight, 0.5, 0.2, 512))
     with pytest.raises(ValueError, match=r"the routing map cannot be written to .*routing\.png"):
-        pictures_.close()
+        pictures_.finish()
 
 
 def test_the_command_on_a_delta_block_checkpoint(tmp_path, capsys):

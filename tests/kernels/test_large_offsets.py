@@ -1,6 +1,6 @@
 """Arrays of more than 2**31 numbers: offsets must not wrap. Needs a GPU with 24 GB free.
 
-    python -m pytest tests/kernels/test_large_offsets.py -n 0
+python -m pytest tests/kernels/test_large_offsets.py -n 0
 """
 
 import jax
@@ -35,4 +35,6 @@ def test_the_last_tokens_of_a_large_call_equal_a_small_call_on_them(stacked: boo
     small_out, small_grads = route(tail(sources), query, d_out[-TAIL:])
     # The same kernel on the same rows: only the order of tokens among programs differs, and rows do not meet.
     assert bool(jnp.all(out[-TAIL:] == small_out))
-    assert all(bool(jnp.all(a == b)) for a, b in zip(jax.tree.leaves(tail(grads)), jax.tree.leaves(small_grads)))
+    assert all(
+        bool(jnp.all(a == b)) for a, b in zip(jax.tree.leaves(tail(grads)), jax.tree.leaves(small_grads), strict=True)
+    )

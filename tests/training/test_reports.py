@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.machinery
+import json
 import struct
 import sys
 import types
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 import pytest
 
 from mhar_jax.errors import UserError
+from mhar_jax.evaluation.runs import read_run
+from mhar_jax.routing_map import RoutingPictures
 from mhar_jax.training import hardware, loop, reports
 from mhar_jax.training.checkpoints import list_steps
 from mhar_jax.training.metrics import EventFile, MetricsWriter, NoMetrics, Progress
@@ -163,11 +166,14 @@ def test_a_run_writes_every_number_everywhere(here, tools, tmp_path):
     assert (outcome.code, outcome.err) == (0, "")
     assert {p.name for p in run_dir.iterdir()} >= {
         "config.yaml",
+        "data.json",
         "metrics.jsonl",
         "checkpoints",
         "routing.png",
         "tensorboard",
     }
+    assert json.loads((run_dir / "data.json").read_text())["source"] == "the embedded text"
+    assert read_run(run_dir).fingerprint is not None
     lines = tools.metrics(run_dir)
     trained = [line for line in lines if "loss" in line]
     assert [line["step"] for line in trained] == [1, 2, 4, 6, 8]
@@ -193,6 +199,25 @@ def test_a_run_writes_every_number_everywhere(here, tools, tmp_path):
     assert list((run_dir / "profile").rglob("*.xplane.pb")), "a trace"
     assert "step 8: loss" in outcome.out
     assert "routing.png" in outcome.out
+
+
+def test_every_evaluation_draws_the_routing(here, tools, monkeypatch, tmp_path):
+    run_dir, submitted = tmp_path / "run", []
+    original = RoutingPictures.submit
+
+    def submit(pictures, routing):
+        submitted.append(routing.newest_mass)
+        original(pictures, routing)
+
+    monkeypatch.setattr(RoutingPictures, "submit", submit)
+    assert here(f"--run_dir={run_dir}").code == 0
+    masses = [line["depth_newest_mass"] for line in tools.metrics(run_dir) if "val_loss" in line]
+    assert submitted == masses
+    assert len(masses) == 3
+    picture = (run_dir / "routing.png").read_bytes()
+    (run_dir / "routing.png").unlink()
+    assert here(f"--run_dir={run_dir}").code == 0, "a run that died between its last checkpoint and its last picture"
+    assert (run_dir / "routing.png").read_bytes() == picture
 
 
 def test_event_records_are_those_of_the_library(tmp_path):

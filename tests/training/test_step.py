@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mhar_jax.training import loop
-from mhar_jax.training.step import evaluated_params, make_trainer
+from mhar_jax.training.step import evaluated_params, init_state, make_trainer
 
 
 def relative(a, b) -> float:
@@ -171,6 +171,38 @@ def test_one_run_compiles_each_program_once(here, monkeypatch, tmp_path, compile
     compiled.clear()
     assert here(f"--run_dir={tmp_path / 'run'}").code == 0
     assert not any(e == "backend_compile" and "step" in n for e, n in compiled), "a finished run trains no more"
+
+
+def test_a_deeper_model_starts_with_the_same_programs(tools, compiled):
+    """Drawing all matrices in one program took a minute to compile for 36 layers."""
+    programs = []
+    for layers in (3, 5):
+        trainer = make_trainer(
+            tools.config(model={"num_layers": layers, "d_model": 24}), tools.trainer(tools.config()).mesh
+        )
+        compiled.clear()
+        trainer.init()
+        programs.append(sorted(name for event, name in compiled if event == "backend_compile"))
+    assert programs[0].count("jit(_normal)") == 5  # embedding; q and o; k and v; gate and up; down
+    # Beside the matrices, which share their programs: rows of 11 routing sites, and the rest of the state.
+    assert programs[1] == ["jit(<lambda>)", "jit(_constant)"]
+
+
+@pytest.mark.parametrize("variant", ["mhar", "delta_block"])
+def test_a_fresh_state_is_made_where_it_belongs(tools, variant):
+    """Sharded from the start, the same to the bit on any mesh, and what `init_state` draws in one program."""
+    config = tools.config(model={"variant": variant, "num_blocks": 1})
+    one, eight = (tools.trainer(config, sizes) for sizes in ((1, 1, 1), (2, 2, 2)))
+    state = eight.init()
+    for leaf, shape in zip(*map(jax.tree.leaves, (state, eight.shapes)), strict=True):
+        assert leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
+        assert (leaf.shape, leaf.dtype) == (shape.shape, shape.dtype)
+    assert not state["params"]["embedding"].is_fully_replicated
+    jax.tree.map(np.testing.assert_array_equal, one.init(), state)
+    whole = jax.jit(lambda: init_state(config, one.functions))()
+    assert jax.tree.structure(whole) == jax.tree.structure(state)
+    # A float32 step: the tests' compiler options fuse the same arithmetic differently.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=3e-7), whole, state)
 
 
 def test_the_loop_moves_nothing_by_accident(here, monkeypatch, tmp_path):

@@ -1,0 +1,69 @@
+"""A run directory's files beside metrics and checkpoints: whether it may be used, and how they are written and read."""
+
+import json
+import os
+import pathlib
+
+from mhar_jax.config.load import make_config, read_file
+from mhar_jax.errors import UserError, writing
+from mhar_jax.training.metrics import holds_metrics
+
+
+def prepare_run_dir(path: str, *, write: bool = True) -> pathlib.Path:
+    """The run directory, made and seen to be writable.
+
+    Raises:
+      UserError: it cannot be made or written, or holds files of these names that no run wrote.
+    """
+    run_dir = pathlib.Path(path).expanduser()
+    if not write:
+        return run_dir
+    probe = run_dir / f".writable-{os.getpid()}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"?")
+        probe.unlink()
+        _check_own(run_dir)
+    except (OSError, ValueError) as error:  # ValueError: a NUL character; and our own
+        if isinstance(error, UserError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"run_dir {run_dir} cannot be written: {reason}; choose another run_dir") from None
+    return run_dir
+
+
+def _check_own(run_dir: pathlib.Path) -> None:
+    """Files that a run would overwrite must be a run's."""
+    config, metrics, data = run_dir / "config.yaml", run_dir / "metrics.jsonl", run_dir / "data.json"
+    foreign = None
+    if config.is_file():
+        try:
+            make_config(read_file(config))
+        except UserError:
+            foreign = config
+    if metrics.is_file() and not holds_metrics(metrics):
+        foreign = metrics
+    if data.is_file() and read_fingerprint(run_dir) is None:
+        foreign = data
+    if foreign is not None:
+        raise UserError(f"run_dir {run_dir} holds a {foreign.name} that no run wrote; choose another run_dir")
+
+
+def read_fingerprint(run_dir: pathlib.Path) -> str | None:
+    """Of the data that a run reads; None where no readable `data.json` says."""
+    try:
+        return str(json.loads((run_dir / "data.json").read_text(encoding="utf-8"))["fingerprint"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def write_file(path: pathlib.Path, what: str, text: str) -> None:
+    """Writes a file whole or not at all.
+
+    Raises:
+      UserError: it cannot be written.
+    """
+    aside = path.with_name(f"{path.name}.tmp")
+    with writing(what, path):
+        aside.write_text(text, encoding="utf-8")
+        os.replace(aside, path)
