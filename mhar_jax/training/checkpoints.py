@@ -191,7 +191,7 @@ class Checkpoints:
             f"the checkpoint of step {step} could not be written to {self.directory}: {_reason(error)}; {kept}"
         )
 
-    def _remove_unfinished(self, step: int) -> None:
+    def _remove_unfinished(self, step: int | None) -> None:
         """Makes room: again and again, since other arrays of the failed save may still be on their way."""
         for _ in range(50):
             time.sleep(0.02)

@@ -170,9 +170,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         return {"params": params, **init_rest(params)}
 
     def init() -> State:
-        return start(
-            jax.device_put(init_params(config, functions), shardings["params"])
-        )  # they are there: moves nothing
+        params = init_params(config, functions)
+        return start(jax.device_put(params, shardings["params"]))  # they are there: moves nothing
 
     reading: dict[str, Any] = {"in_shardings": (shardings["params"], by_rows), "out_shardings": replicated}
     return Trainer(
