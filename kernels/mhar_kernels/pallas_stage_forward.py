@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from mhar_kernels.pallas_common import rest_of
 from mhar_kernels.pallas_stage_layout import Geometry, Operand, call, float32
 from mhar_kernels.pallas_stage_math import (
     add_up,
@@ -38,6 +39,7 @@ class Buffers(NamedTuple):
     sources: jax.Array  # [N, D, T]
     inverse_rms: jax.Array  # [N, 1, T] float32
     lse: jax.Array  # [N, heads, T] float32, of whole mixes
+    rest: jax.Array  # [N, D, T] int8: what rounding took from the mixes; Δ would be off by as much as they are
 
 
 def sources_at_once(block_size: int) -> int:
@@ -80,7 +82,7 @@ def mix_call(geometry: Geometry, buffers: Buffers, queries: jax.Array, block: ra
             for s in slices:
                 values = [sources[n, s, :].astype(jnp.float32) for n in range(chunk)]
                 for i in range(count):
-                    row = pl.ds(i * g.heads + head.start, 1)
+                    row = pl.ds(i * g.heads + head, 1)
                     terms = [weights[n, row, :] * value for n, value in enumerate(values)]
                     acc[i, s, :] = add_up([acc[i, s, :] * weights[chunk, row, :], *terms])
 
@@ -149,8 +151,8 @@ def merge_call(
     given = [] if outside is None else list(outside)
 
     def kernel(_: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
-        fresh, sources, r, _, q, *partial = inputs
-        sources_out, r_out, lse_out, out = outputs
+        fresh, sources, r, _, _, q, *partial = inputs
+        sources_out, r_out, lse_out, rest_out, out = outputs
         weights, mixed, total = scratch
         turn_in(g, fresh, sources_out)
         r_out[0] = inverse_rms(g, sources_out, total)
@@ -176,7 +178,9 @@ def merge_call(
                 values.append(sources_out[0, s, :].astype(jnp.float32))
                 if partial:
                     values.append(load_scaled(partial[0], 0, s))
-                mixed[s, :] = add_up([weights[n, head, :] * value for n, value in enumerate(values)])
+                total_mix = add_up([weights[n, pl.ds(head, 1), :] * value for n, value in enumerate(values)])
+                mixed[s, :] = total_mix
+                rest_out[0, s, :] = rest_of(total_mix, "bfloat16", bits=8)
 
         g.each_piece(add)
         turn_out(g, lambda features: mixed[features, :], out)
@@ -190,6 +194,7 @@ def merge_call(
         Operand(buffers.sources, g.depth_spec(count, g.dim, block_rows)),
         Operand(buffers.inverse_rms, g.depth_spec(count, 1, block_rows)),
         Operand(buffers.lse, g.depth_spec(1, g.heads, own)),
+        Operand(buffers.rest, g.depth_spec(1, g.dim, own)),
         Operand(queries, g.query_spec(1)),
         *(Operand(x, g.depth_spec(1, x.shape[1], here)) for x in given),
     ]
@@ -197,11 +202,12 @@ def merge_call(
         Operand(buffers.sources, g.depth_spec(1, g.dim, own)),
         Operand(buffers.inverse_rms, g.depth_spec(1, 1, own)),
         Operand(buffers.lse, g.depth_spec(1, g.heads, own)),
+        Operand(buffers.rest, g.depth_spec(1, g.dim, own)),
         Operand(source, g.token_spec()),
     ]
     cost = pl.CostEstimate(
         flops=g.tokens * g.dim * (2 * (others + 2) + 6 * g.heads * (position + 1)),
-        bytes_accessed=g.tokens * (2 * g.dim * (count + 3 + len(given) // 3) + 4 * (count + 1 + 4 * g.heads))
+        bytes_accessed=g.tokens * (2 * g.dim * (count + 4 + len(given) // 3) + 4 * (count + 1 + 4 * g.heads))
         + 4 * g.heads * g.dim,
         transcendentals=g.tokens * g.heads * (others + 2),
     )
@@ -213,7 +219,7 @@ def merge_call(
         inputs,
         outputs,
         [float32(others + 1, g.heads, g.tile), float32(g.dim, g.tile), float32(1, g.tile)],
-        aliases={1: 0, 2: 1, 3: 2},
+        aliases={1: 0, 2: 1, 3: 2, 4: 3},
         cost=cost,
     )
     return Buffers(*made), out

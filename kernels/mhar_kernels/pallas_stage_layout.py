@@ -76,14 +76,14 @@ class Geometry:
     def each_piece(self, visit: Callable[[Any, list[Any]], None]) -> None:
         """Inside a kernel: visit(head, slices) for all features, a piece at a time, cut into slices of few registers.
 
-        The head is a slice of one row.
+        The head is its index; it may be traced.
         """
         piece, per_head = self.piece, self.width // self.piece
         step = next((s for s in (32, 16) if piece % s == 0), piece)
 
         def at(index: Any) -> None:
             slices = [_aligned(index * piece + start, step) for start in range(0, piece, step)]
-            visit(pl.ds(index // per_head, 1), slices)
+            visit(index // per_head, slices)
 
         count = self.dim // piece
         if count == 1:
@@ -123,6 +123,10 @@ class Geometry:
         """`count` sites of [sites, heads, D] from `at` on."""
         block = (pl.Element(count), pl.Element(self.heads), pl.Element(self.dim))
         return pl.BlockSpec(block, lambda c, t, j, at: (at[0], 0, 0), pipeline_mode=pl.Buffered(1))
+
+    def constant_spec(self, *shape: int) -> pl.BlockSpec:
+        """The whole of an array [...] at every step."""
+        return pl.BlockSpec(shape, lambda c, t, j, at: (0,) * len(shape), pipeline_mode=pl.Buffered(1))
 
     def sum_spec(self, *shape: int) -> pl.BlockSpec:
         """The whole of [cores, *shape], which a core adds to over all its tiles."""
@@ -167,6 +171,13 @@ def call(
 
     at: a site, or the first site of a block; may be traced. aliases: input -> output that takes over its buffer.
     """
+    aliases = dict(aliases or {})
+    read = len(inputs)
+    if geometry.interpret:
+        # The interpreter pads an array to a multiple of its block, so a buffer's two blocks must be alike there: what
+        # is taken over comes once more, behind the others, and the kernel does not look at it.
+        inputs = [*inputs, *(Operand(inputs[i].array, outputs[o].spec) for i, o in aliases.items())]
+        aliases = {read + k: o for k, o in enumerate(aliases.values())}
     arrays = [operand.array for operand in inputs]
     axes = varying.axes(arrays)
     vmem = sum(o.vmem_bytes() for o in (*inputs, *outputs)) + sum(
@@ -175,7 +186,7 @@ def call(
     marks = jax.sharding.ManualAxisType(varying=axes)
     first, second = 1 + len(inputs), 1 + len(inputs) + len(outputs)
     return pl.pallas_call(
-        lambda *refs: kernel(refs[0][0], refs[1:first], refs[first:second], refs[second:]),
+        lambda *refs: kernel(refs[0][0], refs[1 : 1 + read], refs[first:second], refs[second:]),
         name=name,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -185,7 +196,7 @@ def call(
             scratch_shapes=list(scratch),
         ),
         out_shape=[jax.ShapeDtypeStruct(o.array.shape, o.array.dtype, manual_axis_type=marks) for o in outputs],
-        input_output_aliases={1 + i: o for i, o in (aliases or {}).items()},
+        input_output_aliases={1 + i: o for i, o in aliases.items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
             vmem_limit_bytes=max(16 * MIB, vmem + _TEMPORARIES),

@@ -94,7 +94,8 @@ def head_sums(geometry: Geometry, left: Any, rights: Sequence[Any], out: Ref) ->
         for n, right in enumerate(rights):
             terms = add_up([v * right(rows) for v, rows in zip(values, slices, strict=True)])
             total = jnp.sum(terms, axis=0, keepdims=True)
-            out[n, head, :] = out[n, head, :] + total if several else total
+            row = pl.ds(head, 1)
+            out[n, row, :] = out[n, row, :] + total if several else total
 
     geometry.each_piece(add)
 
@@ -109,10 +110,11 @@ def store_scaled(geometry: Geometry, rows: Ref, largest: Ref, out: Ref, scale: R
     largest[...] = jnp.zeros(largest.shape, jnp.float32)
 
     def measure(head: Any, slices: list[Any]) -> None:
+        row = pl.ds(head, 1)
         for i in range(count):
             top = [jnp.max(jnp.abs(rows[i, s, :]), axis=0, keepdims=True) for s in slices]
             for t in top:
-                largest[i, head, :] = jnp.maximum(largest[i, head, :], t)
+                largest[i, row, :] = jnp.maximum(largest[i, row, :], t)
 
     geometry.each_piece(measure)
     unit = largest[...] * (1 / _LARGEST)
@@ -122,7 +124,7 @@ def store_scaled(geometry: Geometry, rows: Ref, largest: Ref, out: Ref, scale: R
 
     def store(head: Any, slices: list[Any]) -> None:
         for i in range(count):
-            inverse = largest[i, head, :]
+            inverse = largest[i, pl.ds(head, 1), :]
             for s in slices:
                 out[i, s, :] = jnp.floor(rows[i, s, :] * inverse + 0.5).astype(jnp.int32).astype(jnp.int16)
 

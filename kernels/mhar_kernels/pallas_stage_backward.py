@@ -1,0 +1,295 @@
+"""The backward stages of the blocked schedule as Pallas TPU kernels; `stages_pallas.py` says what each array is.
+
+For source n and site i >= n, with α = exp(ℓ − lse) and Δ = <dO, O> (README.md has the derivation):
+
+    dℓ = α (<dO_i[h], s_n[h]> − Δ_i),    d s_n += α dO_i[h] + (dℓ r_n) q̃_i[h],    d q̃_i[h] += (dℓ r_n) s_n[h]
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from mhar_kernels.pallas_common import with_rest
+from mhar_kernels.pallas_stage_forward import Buffers
+from mhar_kernels.pallas_stage_layout import Geometry, Operand, Ref, call, float32
+from mhar_kernels.pallas_stage_math import (
+    head_sums,
+    keyed_sum,
+    load_scaled,
+    logits,
+    own_heads,
+    query_sum,
+    stacked_parts,
+    store_scaled,
+    turn_in,
+    turn_out,
+    when_first,
+)
+
+PULL, FINISH = "depth_stack_pull", "depth_stack_finish"
+
+
+class Pulled(NamedTuple):
+    """What the sites behind a block give to the gradients of its sources."""
+
+    value: jax.Array  # [sources, D, T] int16
+    scale: jax.Array  # [sources, heads, T] float32: what one unit of `value` is
+    shared: jax.Array  # [sources, 1, T] float32: Σ over sites and heads of dℓ ℓ
+
+
+class Cotangents(NamedTuple):
+    """What a finished site leaves, a row each."""
+
+    d_out: jax.Array  # [N, D, T]: dO
+    delta: jax.Array  # [N, heads, T] float32: Δ
+
+
+def pull_call(
+    geometry: Geometry, buffers: Buffers, later: Cotangents, queries: jax.Array, block: range, chunk: int
+) -> tuple[Pulled, jax.Array]:
+    """One pass over all sites behind a full block, `chunk` (a divisor of S) at a time, for all its sources.
+
+    Returns:
+      What they give to the sources' gradients, and partial sums of the query gradient [cores, sites + rest, D] float32
+      of the sites from `block.stop` on; those past the last are zero.
+    """
+    g, count = geometry, len(block)
+    sites = g.num_sites - block.stop
+    steps = -(-sites // chunk)
+    ragged, rows = sites % chunk, chunk * g.heads
+
+    def kernel(_: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+        sources, r, d_out, lse, delta, q = inputs
+        out, out_scale, out_shared, d_query = outputs
+        acc, shared, logit, d_key, dots, alpha = scratch
+        first_tile, step = g.tile_index()
+        when_first(step == 0, (acc, shared, dots))
+        if ragged:
+            when_first(step == steps - 1, (d_key,))
+
+        @pl.when(first_tile)
+        def _() -> None:
+            d_query[0, step] = jnp.zeros((chunk, g.dim), jnp.float32)
+
+        query = q[pl.ds(step * chunk, chunk)].reshape(rows, g.dim)
+        lhs = stacked_parts(query, 3)
+        for n in range(count):
+            logit[n] = logits(lhs, sources[n], r[n]).reshape(chunk, g.heads, g.tile)
+
+        def add_site(i: Any) -> None:
+            rights = [lambda s, n=n: sources[n, s, :].astype(jnp.float32) for n in range(count)]
+            head_sums(g, lambda s: d_out[i, s, :].astype(jnp.float32), rights, dots)
+            for n in range(count):
+                a = jnp.exp(logit[n, i] - lse[i])
+                d_logit = a * (dots[n] - delta[i])
+                alpha[n] = a
+                d_key[n, i] = d_logit * r[n]
+                shared[n] += jnp.sum(d_logit * logit[n, i], axis=0, keepdims=True)
+
+            def add(head: Any, slices: list[Any]) -> None:
+                for s in slices:
+                    d = d_out[i, s, :].astype(jnp.float32)
+                    for n in range(count):
+                        acc[n, s, :] += alpha[n, pl.ds(head, 1), :] * d
+
+            g.each_piece(add)
+
+        pl.loop(0, jnp.minimum(chunk, sites - step * chunk))(add_site)
+
+        total = None
+        for n in range(count):
+            keys = d_key[n].reshape(rows, g.tile)
+            acc[n] += keyed_sum(query, keys)
+            term = query_sum(keys, sources[n])
+            total = term if total is None else total + term
+        d_query[0, step] += own_heads(g, total)
+
+        @pl.when(step == steps - 1)
+        def _() -> None:
+            store_scaled(g, acc, dots, out, out_scale)
+            out_shared[...] = shared[...]
+
+    first = lambda at, step: at
+    whole = lambda at, step: 0
+    sites_from = lambda step: block.stop // chunk + step
+    behind = queries[block.stop :]
+    if ragged:
+        behind = jnp.pad(behind, ((0, chunk - ragged), (0, 0), (0, 0)))
+    inputs = [
+        Operand(buffers.sources, g.depth_spec(count, g.dim, first)),
+        Operand(buffers.inverse_rms, g.depth_spec(count, 1, first)),
+        Operand(later.d_out, g.chunk_spec(chunk, g.dim, sites_from)),
+        Operand(buffers.lse, g.chunk_spec(chunk, g.heads, sites_from)),
+        Operand(later.delta, g.chunk_spec(chunk, g.heads, sites_from)),
+        Operand(behind, g.constant_spec(*behind.shape)),
+    ]
+    sums = jax.ShapeDtypeStruct((g.cores, steps, chunk, g.dim), jnp.float32)
+    outputs = [
+        Operand(g.history(count, g.dim, jnp.int16), g.depth_spec(count, g.dim, whole)),
+        Operand(g.history(count, g.heads, jnp.float32), g.depth_spec(count, g.heads, whole)),
+        Operand(g.history(count, 1, jnp.float32), g.depth_spec(count, 1, whole)),
+        Operand(sums, g.sum_spec(*sums.shape[1:])),
+    ]
+    pairs = g.tokens * sites * count
+    cost = pl.CostEstimate(
+        flops=pairs * g.dim * (4 + 16 * g.heads),  # 3 passes of logits, 3 of the keys' part, 2 of the query gradient
+        bytes_accessed=g.tokens * (2 * g.dim * (sites + 2 * count) + 8 * g.heads * sites + 4 * count * (g.heads + 2))
+        + 4 * g.dim * (g.heads * sites + g.cores * sites),
+        transcendentals=pairs * g.heads,
+    )
+    value, scale, shared, d_query = call(
+        g,
+        kernel,
+        PULL,
+        block.start,
+        inputs,
+        outputs,
+        [
+            float32(count, g.dim, g.tile),
+            float32(count, 1, g.tile),
+            float32(count, chunk, g.heads, g.tile),
+            float32(count, chunk, g.heads, g.tile),
+            float32(count, g.heads, g.tile),
+            float32(count, g.heads, g.tile),
+        ],
+        steps=steps,
+        cost=cost,
+    )
+    return Pulled(value, scale, shared), d_query.reshape(g.cores, steps * chunk, g.dim)
+
+
+def finish_call(
+    geometry: Geometry,
+    buffers: Buffers,
+    later: Cotangents,
+    queries: jax.Array,
+    site: Any,
+    position: int,
+    sites: int,
+    mix: jax.Array,
+    cotangent: jax.Array,
+    outside: Pulled | None,
+) -> tuple[Cotangents, jax.Array, jax.Array]:
+    """The cotangent [T, D] of site `site`'s mix [T, D] enters; the gradient of its source is finished.
+
+    position: in its block; sites: how many of the block from this one on, which all read the source. site: may be
+    traced.
+
+    Returns:
+      The buffers, the gradient [T, D], and partial sums of the query gradient [cores, sites, D] of those sites.
+    """
+    g = geometry
+    rows = sites * g.heads
+    given = [] if outside is None else list(outside)
+
+    def kernel(at: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+        fresh, mixed, rest, sources, r, lse, d_outs, deltas, q, *pulled = inputs
+        d_out, delta, out, d_query = outputs
+        acc, turned, logit, d_key, dots, alpha, shared = scratch
+        first_tile, _ = g.tile_index()
+
+        @pl.when(first_tile)
+        def _() -> None:
+            d_query[...] = jnp.zeros(d_query.shape, jnp.float32)
+
+        turn_in(g, fresh, d_out)
+        turn_in(g, mixed, turned)
+        exact = lambda s: with_rest(_wide(turned, s), rest[0, s, :], "bfloat16")
+        head_sums(g, lambda s: _wide(d_out, s), [exact], dots)
+        if g.heads != g.num_heads:
+            dots[0, g.num_heads :, :] = jnp.zeros((g.heads - g.num_heads, g.tile), jnp.float32)
+        delta[0] = dots[0]
+        query = q[...].reshape(rows, g.dim)
+        logit[...] = logits(stacked_parts(query, 3), sources[0], r[0]).reshape(sites, g.heads, g.tile)
+
+        def start(head: Any, slices: list[Any]) -> None:
+            for s in slices:
+                if pulled:
+                    acc[s, :] = load_scaled(pulled[0], 0, s) * pulled[1][0, pl.ds(head, 1), :]
+                else:
+                    acc[s, :] = jnp.zeros((s.size, g.tile), jnp.float32)
+
+        g.each_piece(start)
+        shared[...] = pulled[2][0] if pulled else jnp.zeros(shared.shape, jnp.float32)
+
+        def add_site(i: Any, d: Ref, row: Any, site_delta: jax.Array) -> None:
+            head_sums(g, lambda s: _wide(d, s, row), [lambda s: _wide(sources, s)], dots)
+            a = jnp.exp(logit[i] - lse[i])
+            d_logit = a * (dots[0] - site_delta)
+            if isinstance(i, int):  # the first site of all reads one source: its weight is one whatever the query
+                d_logit = jnp.where(at == 0, 0.0, d_logit)
+            alpha[...] = a
+            d_key[i] = d_logit * r[0]
+            shared[...] += jnp.sum(d_logit * logit[i], axis=0, keepdims=True)
+
+            def add(head: Any, slices: list[Any]) -> None:
+                for s in slices:
+                    acc[s, :] += alpha[pl.ds(head, 1), :] * _wide(d, s, row)
+
+            g.each_piece(add)
+
+        add_site(0, d_out, 0, delta[0])
+        if sites > 1:
+            pl.loop(1, sites)(lambda i: add_site(i, d_outs, i - 1, deltas[i - 1]))
+        keys = d_key[...].reshape(rows, g.tile)
+        acc[...] += keyed_sum(query, keys)
+        d_query[0] += own_heads(g, query_sum(keys, sources[0]))
+        factor = r[0] * r[0] * (1 / g.dim) * shared[...]
+        turn_out(g, lambda features: acc[features, :] - factor * _wide(sources, features), out)
+
+    own = lambda at, step: at
+    behind = (lambda at, step: at + 1) if sites > 1 else own  # with none, a row that is not used
+    here = lambda at, step: position
+    count = max(sites - 1, 1)
+    inputs = [
+        Operand(cotangent, g.token_spec()),
+        Operand(mix, g.token_spec()),
+        Operand(buffers.rest, g.depth_spec(1, g.dim, own)),
+        Operand(buffers.sources, g.depth_spec(1, g.dim, own)),
+        Operand(buffers.inverse_rms, g.depth_spec(1, 1, own)),
+        Operand(buffers.lse, g.depth_spec(sites, g.heads, own)),
+        Operand(later.d_out, g.depth_spec(count, g.dim, behind)),
+        Operand(later.delta, g.depth_spec(count, g.heads, behind)),
+        Operand(queries, g.query_spec(sites)),
+        *(Operand(x, g.depth_spec(1, x.shape[1], here)) for x in given),
+    ]
+    sums = jax.ShapeDtypeStruct((g.cores, sites, g.dim), jnp.float32)
+    outputs = [
+        Operand(later.d_out, g.depth_spec(1, g.dim, own)),
+        Operand(later.delta, g.depth_spec(1, g.heads, own)),
+        Operand(cotangent, g.token_spec()),
+        Operand(sums, g.sum_spec(sites, g.dim)),
+    ]
+    cost = pl.CostEstimate(
+        flops=g.tokens * g.dim * (sites * (4 + 16 * g.heads) + 4),
+        bytes_accessed=g.tokens * (g.dim * (2 * (count + 5 + len(given) // 3) + 1) + 4 * (g.heads * (2 * sites + 3) + 2))
+        + 4 * g.dim * (rows + g.cores * sites),
+        transcendentals=g.tokens * rows,
+    )
+    d_out, delta, out, d_query = call(
+        g,
+        kernel,
+        FINISH,
+        site,
+        inputs,
+        outputs,
+        [
+            float32(g.dim, g.tile),
+            pltpu.VMEM((1, g.dim, g.tile), mix.dtype),
+            float32(sites, g.heads, g.tile),
+            float32(sites, g.heads, g.tile),
+            float32(1, g.heads, g.tile),
+            float32(g.heads, g.tile),
+            float32(1, g.tile),
+        ],
+        aliases={6: 0, 7: 1},
+        cost=cost,
+    )
+    return Cotangents(d_out, delta), out, d_query
+
+
+def _wide(ref: Ref, rows: Any, n: Any = 0) -> jax.Array:
+    return ref[n, rows, :].astype(jnp.float32)
