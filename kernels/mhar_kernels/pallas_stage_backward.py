@@ -16,6 +16,7 @@ from mhar_kernels.pallas_common import with_rest
 from mhar_kernels.pallas_stage_forward import Buffers
 from mhar_kernels.pallas_stage_layout import Geometry, Operand, Ref, call, float32
 from mhar_kernels.pallas_stage_math import (
+    add_up,
     head_sums,
     keyed_sum,
     load_scaled,
@@ -61,7 +62,7 @@ def pull_call(
     steps = -(-sites // chunk)
     ragged, rows = sites % chunk, chunk * g.heads
 
-    def kernel(_: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+    def kernel(at: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
         sources, r, d_out, lse, delta, q = inputs
         out, out_scale, out_shared, d_query = outputs
         acc, shared, logit, d_key, dots, alpha = scratch
@@ -99,13 +100,12 @@ def pull_call(
 
         pl.loop(0, jnp.minimum(chunk, sites - step * chunk))(add_site)
 
-        total = None
+        sums = []
         for n in range(count):
             keys = d_key[n].reshape(rows, g.tile)
             acc[n] += keyed_sum(query, keys)
-            term = query_sum(keys, sources[n])
-            total = term if total is None else total + term
-        d_query[0, step] += own_heads(g, total)
+            sums.append(query_sum(keys, sources[n]))
+        d_query[0, step] += own_heads(g, add_up(sums))
 
         @pl.when(step == steps - 1)
         def _() -> None:
@@ -189,7 +189,7 @@ def finish_call(
         fresh, mixed, rest, sources, r, lse, d_outs, deltas, q, *pulled = inputs
         d_out, delta, out, d_query = outputs
         acc, turned, logit, d_key, dots, alpha, shared = scratch
-        first_tile, _ = g.tile_index()
+        first_tile = g.tile_index()[0]
 
         @pl.when(first_tile)
         def _() -> None:
@@ -265,7 +265,8 @@ def finish_call(
     ]
     cost = pl.CostEstimate(
         flops=g.tokens * g.dim * (sites * (4 + 16 * g.heads) + 4),
-        bytes_accessed=g.tokens * (g.dim * (2 * (count + 5 + len(given) // 3) + 1) + 4 * (g.heads * (2 * sites + 3) + 2))
+        bytes_accessed=g.tokens
+        * (g.dim * (2 * (count + 5 + len(given) // 3) + 1) + 4 * (g.heads * (2 * sites + 3) + 2))
         + 4 * g.dim * (rows + g.cores * sites),
         transcendentals=g.tokens * rows,
     )

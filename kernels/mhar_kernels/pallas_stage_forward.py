@@ -55,7 +55,7 @@ def mix_call(geometry: Geometry, buffers: Buffers, queries: jax.Array, block: ra
     g, count = geometry, len(block)
     steps, rows = block.start // chunk, count * g.heads
 
-    def kernel(_: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+    def kernel(at: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
         sources, r, q = inputs
         out, out_scale, out_lse = outputs
         acc, top, total, weights, largest, lhs = scratch
@@ -150,7 +150,7 @@ def merge_call(
     others = position + (outside is not None)
     given = [] if outside is None else list(outside)
 
-    def kernel(_: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+    def kernel(at: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
         fresh, sources, r, _, _, q, *partial = inputs
         sources_out, r_out, lse_out, rest_out, out = outputs
         weights, mixed, total = scratch

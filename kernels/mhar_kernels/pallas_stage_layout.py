@@ -83,7 +83,14 @@ class Geometry:
 
         def at(index: Any) -> None:
             slices = [_aligned(index * piece + start, step) for start in range(0, piece, step)]
-            visit(index // per_head, slices)
+            visit(
+                index
+                if per_head == 1
+                else index // per_head
+                if isinstance(index, int)
+                else jax.lax.div(index, per_head),
+                slices,
+            )
 
         count = self.dim // piece
         if count == 1:
@@ -149,7 +156,7 @@ class Operand:
 
     def vmem_bytes(self) -> int:
         """Of its buffers."""
-        sizes = [getattr(b, "block_size", b) for b in self.spec.block_shape]
+        sizes: list[int] = [getattr(b, "block_size", b) for b in self.spec.block_shape or ()]
         buffers = 2 if self.spec.pipeline_mode is None else 1
         return buffers * math.prod(sizes) * jnp.dtype(self.array.dtype).itemsize
 

@@ -6,9 +6,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
-from mhar_kernels import schedule, stages_xla
+from mhar_kernels import schedule, stages_xla, varying
 from mhar_kernels.api import depth_route
+from mhar_kernels.stages_sharded import ShardedStages, TokenShards
 from mhar_kernels.target import current_platform
 from mhar_kernels.twofloat import two_prod
 
@@ -32,6 +34,7 @@ def depth_stack(
     remat: Literal["none", "sublayer"] = "none",
     implementation: str | None = None,
     interpret: bool = False,
+    token_axes: Sequence[str] = (),
 ) -> jax.Array:
     """Runs n sublayers with a routing site before each and one after the last.
 
@@ -52,6 +55,8 @@ def depth_stack(
       block_size: sites a depth block; has no effect on the result beyond rounding. None: chosen.
       remat: "none", or "sublayer": the insides of each sublayer are computed again in the backward pass, from its mix.
       implementation, interpret: as in `depth_route`.
+      token_axes: axes of the mesh in scope that split x's first axis. The compiler cannot partition a kernel: given
+        these, each device runs it on its own tokens, inside `jax.shard_map`. Needed for kernels on a mesh.
 
     Returns:
       The final site's mix [..., D].
@@ -75,22 +80,30 @@ def depth_stack(
     if remat not in ("none", "sublayer"):
         raise ValueError(f"remat must be 'none' or 'sublayer', got {remat!r}")
 
-    def site(i: int, sources: list[jax.Array]) -> jax.Array:
-        return depth_route(
-            sources,
-            queries[i],
-            num_heads=num_heads,
-            norm_scale=None if norm_scales is None else norm_scales[i],
-            eps=eps,
-            implementation=implementation,
-            interpret=interpret,
-        )
+    shards = TokenShards.of(token_axes, x)
 
-    stages = _stages(implementation, interpret, x)
+    def site(i: int, sources: list[jax.Array]) -> jax.Array:
+        def route(sources: list[jax.Array], query: jax.Array, norm_scale: jax.Array | None) -> jax.Array:
+            return depth_route(
+                sources,
+                query,
+                num_heads=num_heads,
+                norm_scale=norm_scale,
+                eps=eps,
+                implementation=implementation,
+                interpret=interpret,
+            )
+
+        if shards is not None:
+            route = shards.map(route, (shards.spec, P(), P()), shards.spec)
+        return route(sources, queries[i], None if norm_scales is None else norm_scales[i])
+
+    size = min(block_size or _BLOCK_SIZE, n + 1)
+    stages = _stages(implementation, interpret, x, num_heads, size)
     if stages is not None:
-        first = site(0, [x])  # checks every argument as depth_route does; one source is its own mix
-        del first
-        size = min(block_size or _BLOCK_SIZE, n + 1)
+        jax.eval_shape(lambda x: site(0, [x]), x)  # checks every argument as depth_route does
+        if shards is not None:
+            stages = ShardedStages(stages, shards)
         plan = schedule.Plan(tuple(sublayers), num_heads, float(eps), size, remat, interpret)
         return _in_blocks(plan, stages, params, x, queries, norm_scales)
 
@@ -103,7 +116,9 @@ def depth_stack(
     return site(n, sources)
 
 
-def _stages(implementation: str | None, interpret: bool, x: jax.Array) -> schedule.Stages | None:
+def _stages(
+    implementation: str | None, interpret: bool, x: jax.Array, num_heads: int, block_size: int
+) -> schedule.Stages | None:
     """Whose stages run the stack by blocks; None: site by site."""
     platform = current_platform()
     if x.dtype == jnp.float64:
@@ -115,6 +130,12 @@ def _stages(implementation: str | None, interpret: bool, x: jax.Array) -> schedu
         from mhar_kernels import stages_triton
 
         return stages_triton
+    if implementation == "pallas_tpu" or (implementation is None and platform == "tpu"):
+        from mhar_kernels import stages_pallas
+
+        kind = (x.dtype.name, x.shape[-1], num_heads, block_size)
+        if (platform == "tpu" or interpret) and stages_pallas.unsupported(*kind, interpret=interpret) is None:
+            return stages_pallas
     return None
 
 
@@ -126,6 +147,9 @@ def _in_blocks(plan: schedule.Plan, stages: schedule.Stages, params, x, queries,
         if x.dtype == jnp.float32:
             low = jax.lax.stop_gradient(two_prod(wide, scales).low)
         wide = wide * scales
+
+    # Inside a caller's own shard_map, a query that all devices share gets the sum of their gradients.
+    x, wide, low = varying.over(varying.axes((x, wide, low)), (x, wide, low))
 
     # What a sublayer closes over becomes an argument: a custom_vjp must not close over what is differentiated.
     functions, inputs = [], []

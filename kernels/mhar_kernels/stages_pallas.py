@@ -75,7 +75,7 @@ def start(plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -
 def mix(plan: Plan, history: History, block: range) -> Partial:
     """See `schedule.Stages`."""
     g = _geometry_of(plan, history)
-    return mix_call(g, history.buffers, history.queries, block, sources_at_once(plan.block_size))
+    return _mix(g, block, sources_at_once(plan.block_size), history)
 
 
 def merge(
@@ -97,8 +97,7 @@ def begin(plan: Plan, history: History) -> Later:
 def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Later, Pulled]:
     """See `schedule.Stages`."""
     g = _geometry_of(plan, history)
-    chunk = sources_at_once(plan.block_size)
-    pulled, d_query = pull_call(g, history.buffers, later.cotangents, history.queries, block, chunk)
+    pulled, d_query = _pull(g, block, sources_at_once(plan.block_size), history, later.cotangents)
     return later._replace(d_queries=(*later.d_queries, d_query)), pulled
 
 
@@ -145,6 +144,16 @@ def _query_sites(plan: Plan) -> list[int]:
         firsts += [block.stop] * (block.stop < plan.num_sites)
         firsts += reversed(block)
     return firsts
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _mix(g: Geometry, block: range, chunk: int, history: History) -> Partial:
+    return mix_call(g, history.buffers, history.queries, block, chunk)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _pull(g: Geometry, block: range, chunk: int, history: History, later: Cotangents) -> tuple[Pulled, jax.Array]:
+    return pull_call(g, history.buffers, later, history.queries, block, chunk)
 
 
 # A site's kernels depend on its place in its block alone; its number is an argument, so each kind is traced once.
