@@ -156,7 +156,8 @@ class Operand:
 
     def vmem_bytes(self) -> int:
         """Of its buffers."""
-        sizes: list[int] = [getattr(b, "block_size", b) for b in self.spec.block_shape or ()]
+        block: Any = self.spec.block_shape
+        sizes = [getattr(b, "block_size", b) for b in block]
         buffers = 2 if self.spec.pipeline_mode is None else 1
         return buffers * math.prod(sizes) * jnp.dtype(self.array.dtype).itemsize
 

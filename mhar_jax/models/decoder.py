@@ -17,7 +17,7 @@ from mhar_jax.models.initialise import Initializer
 from mhar_jax.models.loss import LossSums, cross_entropy
 from mhar_jax.models.remat import remat_layer, remat_sublayer
 from mhar_jax.models.rotary import rotary_tables
-from mhar_jax.models.routing import Record, SiteReader, kernels_need_shards
+from mhar_jax.models.routing import BATCH_AXES, Record, SiteReader, kernels_need_shards
 from mhar_jax.models.score import score_chunks
 from mhar_jax.models.sites import HyperParameters, RoutingParameters, depth_rows, num_sites, num_sublayers
 from mhar_jax.models.sublayers import Layer, TokenContext, attention_sublayer, mlp_sublayer, rms_norm
@@ -255,7 +255,7 @@ class Decoder(nnx.Module):
         kinds = [_isolated(f) for f in (attention, mlp)] if isolate else [attention, mlp]
         sublayers = [remat_sublayer(config.remat, f) for _ in self.layers for f in kinds]
         assert len(sublayers) == len(params) == num_sublayers(config)
-        by_site = record is not None or config.remat == "layer" or kernels_need_shards(config.routing_implementation)
+        by_site = record is not None or config.remat == "layer"
         if config.variant in STACKED_VARIANTS and not by_site:
             return self._stack(sublayers, params, x)
         return self._site_by_site(sublayers, params, x, record, config.remat)
@@ -272,6 +272,7 @@ class Decoder(nnx.Module):
             num_heads=config.heads_of_depth,
             eps=config.norm_eps,
             implementation=config.routing_implementation,
+            token_axes=BATCH_AXES if kernels_need_shards(config.routing_implementation) else (),
         )
 
     def _site_by_site(
