@@ -10,7 +10,8 @@ numbers where a single rounding would show in the result. Buffers indexed by a t
 program wants of all sites lies together. In-place buffers are outputs that alias an input, named `unused_*` here.
 """
 
-# ruff: noqa: RUF005
+# Triton compiles a subset of Python: no starred tuples, and a tuple grows by assignment.
+# ruff: noqa: RUF005, B007
 # mypy: disable-error-code="assignment,var-annotated"
 
 import triton
@@ -26,6 +27,14 @@ def _dot_rows(a, b, HB: tl.constexpr, L: tl.constexpr, C: tl.constexpr):
     for c in tl.static_range(C):
         total += a[c] * b[c]
     return tl.sum(total, axis=2, keep_dims=True)
+
+
+@triton.jit
+def _wide(row, C: tl.constexpr):
+    tiles = ()
+    for c in tl.static_range(C):
+        tiles = tiles + (row[c].to(tl.float32),)
+    return tiles
 
 
 @triton.jit
@@ -61,34 +70,26 @@ def merge_kernel(
     OUTSIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One token a program: the newest source enters the history, and the site's mix is finished."""
+    """One token a program: the newest source enters the history, and the site's mix is finished.
+
+    Everything that lies outside the loop is asked for before it and used after it, so that it arrives meanwhile.
+    """
     t = tl.program_id(0).to(tl.int64)
     stride = tokens.to(tl.int64) * D
     heads = tl.arange(0, HB)[:, None, None]
     own = logits + ((t * N + site) * S) * H + heads
     q = _load_row(query, H, K, HB, L, C)
-    acc = _load_row(source + t * D, H, K, HB, L, C)
-    _store_row(sources + site * stride + t * D, acc, H, K, HB, L, C)
-    squares = _dot_rows(acc, acc, HB, L, C)
-    r = tl.rsqrt(tl.sum(squares, axis=0, keep_dims=True) / D + EPS)
-    tl.store(inverse_rms + t * NP + site + tl.zeros((1, 1, 1), tl.int32), r)
-    m = _dot_rows(acc, q, HB, L, C) * r
-    tl.store(own + (site - start) * H, m, mask=heads < H)
-    z = tl.full((HB, 1, 1), 1.0, tl.float32)
+    newest = _load_row(source + t * D, H, K, HB, L, C, source.dtype.element_ty)
     if OUTSIDE:
         before = tl.load(
             outside_lse + ((site - start) * tokens.to(tl.int64) + t) * H + heads, mask=heads < H, other=-1e30
         )
-        part = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C)
-        top = tl.maximum(m, before)
-        p = tl.exp(before - top)
-        z = tl.exp(m - top)
-        both = ()
-        for c in tl.static_range(C):
-            both = both + (acc[c] * z + part[c] * p,)
-        acc = both
-        z += p
-        m = top
+        part = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C, outside.dtype.element_ty)
+    m = tl.full((HB, 1, 1), -1e30, tl.float32)
+    z = tl.zeros((HB, 1, 1), tl.float32)
+    acc = ()
+    for c in tl.static_range(C):
+        acc = acc + (tl.zeros((HB, 1, L), tl.float32),)
     for n in tl.range(start, site, num_stages=STAGES):
         row = _load_row(sources + n * stride + t * D, H, K, HB, L, C)
         logit = _dot_rows(row, q, HB, L, C) * tl.load(inverse_rms + t * NP + n)
@@ -102,6 +103,31 @@ def merge_kernel(
         for c in tl.static_range(C):
             more = more + (acc[c] * keep + row[c] * p,)
         acc = more
+    _store_row(sources + site * stride + t * D, newest, H, K, HB, L, C)
+    newest = _wide(newest, C)
+    squares = _dot_rows(newest, newest, HB, L, C)
+    r = tl.rsqrt(tl.sum(squares, axis=0, keep_dims=True) / D + EPS)
+    tl.store(inverse_rms + t * NP + site + tl.zeros((1, 1, 1), tl.int32), r)
+    logit = _dot_rows(newest, q, HB, L, C) * r
+    tl.store(own + (site - start) * H, logit, mask=heads < H)
+    top = tl.maximum(m, logit)
+    if OUTSIDE:
+        top = tl.maximum(top, before)
+    keep = tl.exp(m - top)
+    p = tl.exp(logit - top)
+    z = z * keep + p
+    more = ()
+    for c in tl.static_range(C):
+        more = more + (acc[c] * keep + newest[c] * p,)
+    acc = more
+    if OUTSIDE:
+        p = tl.exp(before - top)
+        z += p
+        more = ()
+        for c in tl.static_range(C):
+            more = more + (acc[c] + part[c].to(tl.float32) * p,)
+        acc = more
+    m = top
     out = ()
     lost = ()
     for c in tl.static_range(C):
@@ -158,43 +184,31 @@ def finish_kernel(
     heads = tl.arange(0, HB)[:, None, None]
     exists = heads < H
     own = logits + (t * N * S + (site - start)) * H + heads
-    d_out = _load_row(cotangent + t * D, H, K, HB, L, C)
-    v = _load_row(sources + site * stride + t * D, H, K, HB, L, C)
-    r = tl.load(inverse_rms + t * NP + site)
-    _store_row(cotangents + site * stride + t * D, d_out, H, K, HB, L, C)
-    near = _load_row(mix + t * D, H, K, HB, L, C)
-    lost = _load_row(rest + t * D, H, K, HB, L, C)
-    exact = ()
-    for c in tl.static_range(C):
-        exact = exact + (near[c] + lost[c] * (_rest_unit(near[c], MANTISSA) * 2.0**8),)
-    delta = _dot_rows(d_out, exact, HB, L, C)
-    tl.store(deltas + (t * H + heads) * NP + site, delta, mask=exists)
+    at = (t * H + heads) * NP
     key_row = keys + ((t * H + heads) * N + site) * NP
-
-    logit = tl.load(own + site * (S * H), mask=exists, other=0.0)
-    p = tl.exp(logit - tl.load(lse + (t * H + heads) * NP + site, mask=exists, other=0.0))
-    dl = tl.where(exists, p * (_dot_rows(d_out, v, HB, L, C) - delta), 0.0)
-    tl.store(key_row + site, (dl * r).to(keys.dtype.element_ty), mask=exists)
-    shared = dl * logit
-    q = _load_row(queries + site * D, H, K, HB, L, C)
+    v = _load_row(sources + site * stride + t * D, H, K, HB, L, C)
+    d_out = _load_row(cotangent + t * D, H, K, HB, L, C, cotangent.dtype.element_ty)
+    near = _load_row(mix + t * D, H, K, HB, L, C, mix.dtype.element_ty)
+    lost = _load_row(rest + t * D, H, K, HB, L, C, tl.int8)
+    r = tl.load(inverse_rms + t * NP + site)
+    own_logit = tl.load(own + site * (S * H), mask=exists, other=0.0)
+    own_lse = tl.load(lse + at + site, mask=exists, other=0.0)
+    shared = tl.zeros((HB, 1, 1), tl.float32)
     acc = ()
-    for c in tl.static_range(C):
-        acc = acc + (p * d_out[c] + (dl * r) * q[c],)
     if OUTSIDE:
-        part = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C)
+        acc = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C)
         shared += tl.load(
             outside_shared + ((site - start) * tokens.to(tl.int64) + t) * H + heads, mask=exists, other=0.0
         )
-        both = ()
+    else:
         for c in tl.static_range(C):
-            both = both + (acc[c] + part[c],)
-        acc = both
+            acc = acc + (tl.zeros((HB, 1, L), tl.float32),)
     for i in tl.range(site + 1, stop, num_stages=STAGES):
         row = _load_row(cotangents + i * stride + t * D, H, K, HB, L, C)
         q = _load_row(queries + i * D, H, K, HB, L, C)
         logit = tl.load(own + i * (S * H), mask=exists, other=0.0)
-        p = tl.exp(logit - tl.load(lse + (t * H + heads) * NP + i, mask=exists, other=0.0))
-        delta = tl.load(deltas + (t * H + heads) * NP + i, mask=exists, other=0.0)
+        p = tl.exp(logit - tl.load(lse + at + i, mask=exists, other=0.0))
+        delta = tl.load(deltas + at + i, mask=exists, other=0.0)
         dl = tl.where(exists, p * (_dot_rows(row, v, HB, L, C) - delta), 0.0)
         tl.store(key_row + i, (dl * r).to(keys.dtype.element_ty), mask=exists)
         shared += dl * logit
@@ -202,6 +216,23 @@ def finish_kernel(
         for c in tl.static_range(C):
             more = more + (acc[c] + p * row[c] + (dl * r) * q[c],)
         acc = more
+    _store_row(cotangents + site * stride + t * D, d_out, H, K, HB, L, C)
+    d_out = _wide(d_out, C)
+    exact = ()
+    for c in tl.static_range(C):
+        rounded = near[c].to(tl.float32)
+        exact = exact + (rounded + lost[c].to(tl.float32) * (_rest_unit(rounded, MANTISSA) * 2.0**8),)
+    delta = _dot_rows(d_out, exact, HB, L, C)
+    tl.store(deltas + at + site, delta, mask=exists)
+    p = tl.exp(own_logit - own_lse)
+    dl = tl.where(exists, p * (_dot_rows(d_out, v, HB, L, C) - delta), 0.0)
+    tl.store(key_row + site, (dl * r).to(keys.dtype.element_ty), mask=exists)
+    shared += dl * own_logit
+    q = _load_row(queries + site * D, H, K, HB, L, C)
+    more = ()
+    for c in tl.static_range(C):
+        more = more + (acc[c] + p * d_out[c] + (dl * r) * q[c],)
+    acc = more
     radial = tl.sum(shared, axis=0, keep_dims=True) * (r * r / D)
     out = ()
     for c in tl.static_range(C):
@@ -311,56 +342,67 @@ def pull_kernel(
     K2: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One token and head a program: the gradients of all sources of a block from all sites behind it."""
-    t = tl.program_id(0).to(tl.int64)
+    """Some tokens and a head a program: the gradients of all sources of a block from all sites behind it.
+
+    The 16 rows of a product are SB sources of 16 / SB tokens, which share the queries.
+    """
+    TOKENS: tl.constexpr = 16 // SB
     h = tl.program_id(1)
     stride = tokens.to(tl.int64) * D
-    s, j = tl.arange(0, SB), tl.arange(0, 16)
+    s, j = tl.arange(0, 16) % SB, tl.arange(0, 16)
+    which = tl.arange(0, 16) // SB
+    first = tl.program_id(0) * TOKENS
+    t = (first + which).to(tl.int64)
     k1, k2 = tl.arange(0, K1)[None, :], K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
-    here = s < count
+    here = (s < count) & (t < tokens)
     n = start + s
-    row = sources + n.to(tl.int64)[:, None] * stride + t * D + h * K
+    row = sources + n.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
     v1 = tl.load(row + k1, mask=here[:, None] & (k1 < K), other=0.0)
-    acc1 = tl.zeros((SB, K1), tl.float32)
+    acc1 = tl.zeros((16, K1), tl.float32)
     if K2 > 0:
         v2 = tl.load(row + k2, mask=here[:, None] & (k2 < K), other=0.0)
-        acc2 = tl.zeros((SB, K2), tl.float32)
+        acc2 = tl.zeros((16, K2), tl.float32)
     r = tl.load(inverse_rms + t * NP + n, mask=here, other=0.0)[:, None]
-    shared = tl.zeros((SB,), tl.float32)
+    shared = tl.zeros((16,), tl.float32)
     for i0 in tl.range(start + count, N, 16, num_stages=STAGES):
         i = i0 + j
         exists = i < N
-        row = cotangents + i.to(tl.int64)[:, None] * stride + t * D + h * K
         q = i[:, None] * D + h * K
-        d1 = tl.load(row + k1, mask=exists[:, None] & (k1 < K), other=0.0)
         qh1 = tl.load(high + q + k1, mask=exists[:, None] & (k1 < K), other=0.0)
         ql1 = tl.load(low + q + k1, mask=exists[:, None] & (k1 < K), other=0.0)
         logit = tl.dot(v1, tl.trans(ql1))
         logit = tl.dot(v1, tl.trans(qh1), logit)
-        dots = tl.dot(v1, tl.trans(d1))
         if K2 > 0:
-            d2 = tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0)
             qh2 = tl.load(high + q + k2, mask=exists[:, None] & (k2 < K), other=0.0)
             ql2 = tl.load(low + q + k2, mask=exists[:, None] & (k2 < K), other=0.0)
             logit = tl.dot(v2, tl.trans(ql2), logit)
             logit = tl.dot(v2, tl.trans(qh2), logit)
-            dots = tl.dot(v2, tl.trans(d2), dots)
         logit = logit * r
-        at = (t * H + h) * NP + i
+        at = (t[:, None] * H + h) * NP + i[None, :]
         both = here[:, None] & exists[None, :]
-        p = tl.exp(logit - tl.load(lse + at, mask=exists, other=0.0)[None, :])
-        p = tl.where(both, p, 0.0)
-        dl = p * (dots - tl.load(deltas + at, mask=exists, other=0.0)[None, :])
+        p = tl.where(both, tl.exp(logit - tl.load(lse + at, mask=both, other=0.0)), 0.0)
+        dots = tl.zeros((16, 16), tl.float32)
+        for u in tl.static_range(TOKENS):
+            there = exists & (first + u < tokens)
+            row = cotangents + i.to(tl.int64)[:, None] * stride + (first + u).to(tl.int64) * D + h * K
+            d1 = tl.load(row + k1, mask=there[:, None] & (k1 < K), other=0.0)
+            dot = tl.dot(v1, tl.trans(d1))
+            if K2 > 0:
+                d2 = tl.load(row + k2, mask=there[:, None] & (k2 < K), other=0.0)
+                dot = tl.dot(v2, tl.trans(d2), dot)
+            dots = tl.where((which == u)[:, None], dot, dots)
+            pb = tl.where((which == u)[:, None], p, 0.0).to(v1.dtype)
+            acc1 = tl.dot(pb, d1, acc1)
+            if K2 > 0:
+                acc2 = tl.dot(pb, d2, acc2)
+        dl = p * (dots - tl.load(deltas + at, mask=both, other=0.0))
         shared += tl.sum(dl * logit, axis=1)
-        pb = p.to(v1.dtype)
         kb = (dl * r).to(v1.dtype)
         tl.store(keys + ((t * H + h) * N + n)[:, None] * NP + i[None, :], kb, mask=both)
-        acc1 = tl.dot(pb, d1, acc1)
         acc1 = tl.dot(kb, qh1, acc1)
         if K2 > 0:
-            acc2 = tl.dot(pb, d2, acc2)
             acc2 = tl.dot(kb, qh2, acc2)
-    out = outside + s.to(tl.int64)[:, None] * stride + t * D + h * K
+    out = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
     dtype = outside.dtype.element_ty
     tl.store(out + k1, acc1.to(dtype), mask=here[:, None] & (k1 < K))
     if K2 > 0:

@@ -15,9 +15,9 @@ from triton.runtime.jit import JITFunction
 from mhar_kernels import stage_kernels, triton_launch
 from mhar_kernels.schedule import Plan
 
-# Partial sums between two kernels, [S, T, D]: rounding them to 16 bits would be one rounding more for every mix.
-_PARTIAL = jnp.float32
-_CHUNKS = 264  # programs of the query kernel: two a multiprocessor of an H100 or H200
+# Steps in flight through shared memory, by kernel.
+_STAGES = {"merge": 3, "mix": 2, "pull": 2, "finish": 3, "query": 4}
+_QUERY_WARPS = 132 * 16  # of the query kernel: sixteen a multiprocessor of an H100 or H200
 
 
 class History(NamedTuple):
@@ -51,7 +51,7 @@ def start(plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -
 def merge(plan: Plan, history: History, site: int, source: jax.Array, outside) -> tuple[History, jax.Array]:
     """See `schedule.Stages`."""
     shape = _Shape.of(plan, source)
-    partial, partial_lse = outside if outside is not None else (_unused(_PARTIAL), _unused(jnp.float32))
+    partial, partial_lse = outside if outside is not None else (_unused(shape.dtype), _unused(jnp.float32))
     old = history[3:7]
     *buffers, mix, rest = _call(
         shape,
@@ -67,7 +67,7 @@ def merge(plan: Plan, history: History, site: int, source: jax.Array, outside) -
             plan.block_of(site).start,
         ],
         [*shape.history(), shape.row(), shape.row(jnp.int8)],
-        {**shape.rows(), "EPS": plan.eps, "OUTSIDE": outside is not None, "STAGES": 3},
+        {**shape.rows(), "EPS": plan.eps, "OUTSIDE": outside is not None, "STAGES": _STAGES["merge"]},
         (shape.tokens,),
         warps=shape.row_warps,
         aliases={} if site == 0 else {4 + i: i for i in range(4)},
@@ -85,7 +85,7 @@ def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Arra
         stage_kernels.mix_kernel,
         [history.sources, history.inverse_rms, history.high, history.low, shape.tokens, block.start, len(block)],
         shape.partial(),
-        {**shape.heads(), "SB": 16, "NP": shape.padded, "STAGES": 2},
+        {**shape.heads(), "SB": 16, "NP": shape.padded, "STAGES": _STAGES["mix"]},
         (shape.tokens, shape.num_heads),
         warps=shape.head_warps,
     )
@@ -114,13 +114,14 @@ def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Late
         block.start,
         len(block),
     ]
+    together = _power_of_two(shape.block)  # sources of a token beside each other in one product of 16 rows
     keys, *partial = _call(
         shape,
         stage_kernels.pull_kernel,
         inputs,
         [shape.later()[2], *shape.partial()],
-        {**shape.heads(), "N": shape.depth, "NP": shape.padded, "SB": 16, "STAGES": 2},
-        (shape.tokens, shape.num_heads),
+        {**shape.heads(), "N": shape.depth, "NP": shape.padded, "SB": together, "STAGES": _STAGES["pull"]},
+        (-(-shape.tokens // (16 // together)), shape.num_heads),
         warps=shape.head_warps,
         aliases={7: 0},
     )
@@ -132,7 +133,7 @@ def finish(
 ) -> tuple[Later, jax.Array]:
     """See `schedule.Stages`."""
     shape, block = _Shape.of(plan, mix), plan.block_of(site)
-    partial, shared = outside if outside is not None else (_unused(_PARTIAL), _unused(jnp.float32))
+    partial, shared = outside if outside is not None else (_unused(shape.dtype), _unused(jnp.float32))
     first = site == plan.num_sites - 1
     *buffers, d_source = _call(
         shape,
@@ -155,7 +156,7 @@ def finish(
             block.stop,
         ],
         [*shape.later(), shape.row()],
-        {**shape.rows(), "OUTSIDE": outside is not None, "STAGES": 3},
+        {**shape.rows(), "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
         (shape.tokens,),
         warps=shape.row_warps,
         aliases={} if first else {10 + i: i for i in range(3)},
@@ -169,16 +170,17 @@ def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
     shape = _Shape.of(plan, history.sources[0])
     sites = min(128, max(16, _power_of_two(shape.depth)))
     tiles = -(-shape.depth // sites)
-    chunk = -(-shape.tokens // min(shape.tokens, max(1, _CHUNKS // (shape.num_heads * tiles))))
+    warps = min(8, max(1, sites * shape.split[0] // 2048))
+    chunk = -(-shape.tokens // min(shape.tokens, max(1, _QUERY_WARPS // (warps * shape.num_heads * tiles))))
     chunks = -(-shape.tokens // chunk)
     (partial,) = _call(
         shape,
         stage_kernels.query_kernel,
         [history.sources, later.keys, shape.tokens, chunk],
         [jax.ShapeDtypeStruct((chunks, shape.depth, shape.dim), jnp.float32)],
-        {**shape.heads(), "N": shape.depth, "NP": shape.padded, "MS": sites, "STAGES": 3},
+        {**shape.heads(), "N": shape.depth, "NP": shape.padded, "MS": sites, "STAGES": _STAGES["query"]},
         (shape.num_heads, chunks, tiles),
-        warps=min(8, max(1, sites * shape.split[0] // 2048)),
+        warps=warps,
     )
     return jnp.sum(partial, axis=0)
 
@@ -250,7 +252,7 @@ class _Shape(NamedTuple):
 
     def partial(self) -> list[jax.ShapeDtypeStruct]:
         """Of what a block's pass leaves for its sites."""
-        rows = jax.ShapeDtypeStruct((self.block, self.tokens, self.dim), _PARTIAL)
+        rows = jax.ShapeDtypeStruct((self.block, self.tokens, self.dim), self.dtype)
         return [rows, jax.ShapeDtypeStruct((self.block, self.tokens, self.num_heads), jnp.float32)]
 
     def rows(self) -> dict[str, Any]:
