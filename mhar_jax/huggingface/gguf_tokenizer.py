@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from mhar_jax.data.tokenizers import HuggingFaceTokenizer
-from mhar_jax.errors import UserError
+from mhar_jax.errors import UserError, one_line
 from mhar_jax.huggingface.gguf import GGUFFile
 
 _CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types of special and of added tokens
@@ -29,7 +29,10 @@ def gguf_tokenizer(path: str | Path) -> HuggingFaceTokenizer:
         raise UserError(f"{path}: the tokenizer must be gpt2 with splitting {known}, got {kind} with {split}")
     tokens = file.field("tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
-    implementation = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    try:
+        implementation = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    except Exception as error:  # the tokenizers package raises bare Exception
+        raise UserError(f"{path}: the tokenizer cannot be made: {one_line(error)}") from None
     byte_level: pre_tokenizers.PreTokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if split in _DIGITS_ALONE:
         byte_level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
