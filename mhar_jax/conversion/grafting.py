@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from mhar_jax.loading import load_model
 from mhar_jax.models.initialise import Initializer
 from mhar_jax.models.sites import RoutingParameters
 
-DTYPES = ("float32", "bfloat16")
+DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 
 
 class Deviation(NamedTuple):
@@ -129,14 +129,15 @@ def compare_logits(original: Source, grafted: Path, mesh: Mesh | None, sample_to
     one = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.local_devices()[:1])
     before = _logits(original.path, tokens, mesh or one)
     after = _logits(grafted, tokens, mesh or one)
-    largest = {d: float(np.max(np.abs(after[d] - before[d]))) for d in DTYPES}
-    return Deviation(largest, {d: float(np.max(np.abs(before[d]))) for d in DTYPES}, tokens.size)
+    largest: dict[str, float] = {d: float(np.max(np.abs(after[d] - before[d]))) for d in DTYPES}
+    logits: dict[str, float] = {d: float(np.max(np.abs(before[d]))) for d in DTYPES}
+    return Deviation(largest, logits, tokens.size)
 
 
 def _logits(path: Path, tokens: np.ndarray, mesh: Mesh) -> dict[str, np.ndarray]:
     model, config = load_model(path, mesh)
     params = nnx.to_pure_dict(nnx.state(model))
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for dtype in DTYPES:
         placed = PlacedModel(params, dataclasses.replace(config.model, compute_dtype=dtype), mesh)
         found[dtype] = np.asarray(placed.jit("logits", lambda model, tokens: model(tokens))(tokens))

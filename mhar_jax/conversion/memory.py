@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +24,7 @@ from mhar_jax.huggingface.config import describe
 from mhar_jax.huggingface.keys import key_table
 from mhar_jax.huggingface.safetensors import Planned, write_file
 
-EIGHT_B = {
+EIGHT_B: dict[str, Any] = {
     "variant": "additive",
     "vocab_size": 128256,
     "num_layers": 32,
@@ -94,8 +95,8 @@ def main() -> None:
         )
         shutil.rmtree(source)
         shutil.rmtree(out)
-    for (size, peak), (more, higher) in itertools.pairwise(peaks):
-        print(f"slope: {(higher - peak) / (more - size):+.4f} bytes of memory a byte of checkpoint")
+    for (size, low), (more, high) in itertools.pairwise(peaks):
+        print(f"slope: {(high - low) / (more - size):+.4f} bytes of memory a byte of checkpoint")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import tensorstore as ts
@@ -113,7 +113,7 @@ class RunParameters:
         self._name = "ema" if self.run.optimizer.ema else "params"
         self._item = checkpoint / self._name
         abstract = nnx.state(nnx.eval_shape(lambda: build_model(self.config, rngs=nnx.Rngs(0))))
-        self._leaves = {path: leaf for path, leaf in nnx.to_flat_state(abstract)}
+        self._leaves: dict[Any, Any] = dict(nnx.to_flat_state(abstract))
 
     @property
     def paths(self) -> list[ParameterPath]:

@@ -137,7 +137,8 @@ def read_model(parameters: TensorParameters, mesh: Mesh | None = None) -> Decode
     flat = nnx.to_flat_state(abstract)
     assert {path for path, _ in flat} == set(parameters.paths)
     filled = []
-    for path, variable in flat:
+    for nnx_path, variable in flat:
+        path: Any = nnx_path
         value = np.ascontiguousarray(parameters.read(path).astype(variable.dtype, copy=False))
         if mesh is None:
             placed = jnp.asarray(value)

@@ -59,7 +59,7 @@ def read_start(config: Config, trainer: Trainer) -> Any:
         params["routing"] = RoutingParameters(config.model, init).arrays()
     wanted, structure = jax.tree.flatten(trainer.shapes["params"])
     leaves, found_structure = jax.tree.flatten(params)
-    assert structure == found_structure
+    assert str(structure) == str(found_structure)
     del params
     for i, shape in enumerate(wanted):  # one at a time, to save memory; copied, since a step takes its arguments over
         leaves[i] = jax.device_put(jnp.copy(leaves[i]).astype(shape.dtype), shape.sharding)

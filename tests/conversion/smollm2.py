@@ -5,9 +5,9 @@
         # perplexity of the import on characters 600,000 to 603,000 of TEXT, and how far grafts deviate
     python tests/conversion/smollm2.py bundle MODEL.gguf PROSE.txt PROSE.log DIR
         # PROSE.txt: paragraphs with blank lines between, one source behind the other; PROSE.log: a line a source, with
-        # its name, megabytes and number of paragraphs, and tabs between. Writes DIR/part-0, part-1, ...: xz of all that
-        # `pairs` needs, in pieces of at most 58 MB
-    cat DIR/part-* | tar -xJ; python tests/conversion/smollm2.py pairs OUT.json --minutes 8
+        # its name, megabytes and number of paragraphs, and tabs between. Writes DIR/part-0, part-1, ...: all that
+        # `pairs` needs as a tar archive, in pieces of at most 58 MB
+    cat DIR/part-* | tar -x; python tests/conversion/smollm2.py pairs OUT.json --minutes 8
         # plain continued training, then delta_block with 1 and with 3 heads, each for as many steps as fit, on the same
         # batches; needs neither Orbax nor Grain
 
@@ -59,7 +59,7 @@ def check(model: pathlib.Path, text: pathlib.Path, work: pathlib.Path) -> None:
 
 
 def bundle(model: pathlib.Path, prose: pathlib.Path, log: pathlib.Path, out: pathlib.Path) -> None:
-    """Writes the model and the text, split by source, as pieces of one compressed archive."""
+    """Writes the model and the text, split by source, as pieces of one archive."""
     paragraphs = prose.read_text(encoding="utf-8").rstrip("\n").split("\n\n")
     sources, start = {}, 0
     for line in log.read_text().splitlines():
@@ -71,10 +71,11 @@ def bundle(model: pathlib.Path, prose: pathlib.Path, log: pathlib.Path, out: pat
     assert start == len(paragraphs), (start, len(paragraphs))
     out.mkdir(parents=True, exist_ok=True)
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:xz", preset=6 | lzma.PRESET_DEFAULT) as archive:
-        archive.add(model, "smollm2/model.gguf")
-        content = json.dumps({name: "\n\n".join(text) for name, text in sources.items()}).encode()
-        entry = tarfile.TarInfo("smollm2/sources.json")
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.add(model, "smollm2/model.gguf")  # four bits a weight: nothing left to compress
+        text = json.dumps({name: "\n\n".join(found) for name, found in sources.items()}, ensure_ascii=False)
+        content = lzma.compress(text.encode())
+        entry = tarfile.TarInfo("smollm2/sources.json.xz")
         entry.size = len(content)
         archive.addfile(entry, io.BytesIO(content))
     whole = packed.getvalue()
@@ -90,7 +91,7 @@ def token_windows(data: pathlib.Path, seq_len: int) -> tuple[Any, Any]:
     from mhar_jax.huggingface.gguf_tokenizer import gguf_tokenizer
 
     tokenizer = gguf_tokenizer(data / "model.gguf")
-    texts = json.loads((data / "sources.json").read_text(encoding="utf-8"))
+    texts = json.loads(lzma.decompress((data / "sources.json.xz").read_bytes()))
 
     def windows(names: list[str]) -> Any:
         parts: list[Any] = []
