@@ -20,6 +20,15 @@ TOPOLOGY is a kind of chip and a shape, as v5p:4x4x4 or v5e:16x16. Fields are th
 takes minutes to compile.
 """
 
+# libtpu asks what machine it is on, and complains at length where there is no answer; compiling does not depend on it.
+_WITHOUT_A_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
 
 class Footprint(NamedTuple):
     """What one chip holds while it runs a step, in bytes."""
@@ -42,8 +51,8 @@ def compile_step(config: Config, topology: str) -> Footprint:
     Raises:
       UserError: no such topology, a mesh or batch that does not divide, or a step that does not fit.
     """
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    for name, value in _WITHOUT_A_TPU.items():
+        os.environ.setdefault(name, value)
     import jax
     from jax.experimental import topologies
 
