@@ -8,12 +8,6 @@ from mhar_jax import topology
 from mhar_jax.config.load import load_config
 
 SMALL = ["--model.num_layers=1", "--model.d_model=128", "--model.num_heads=2", "--model.num_kv_heads=1"]
-    "--model.num_layers=1",
-    "--model.d_model=128",
-    "--model.num_heads=2",
-    "--model.num_kv_heads=1",
-    "--mesh.data=1",
-]
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +22,8 @@ def _environment(monkeypatch):
 @pytest.mark.slow
 def test_state_is_split_over_the_chips():
     """A step of the mid-training recipe, small: each of 4 chips holds a quarter of the matrices, in four arrays."""
-    fields = [*SMALL, "--mesh.data=1", "--mesh.fsdp=4", "--batch_size=4", "--seq_len=256", "--model.context=256", "--model.num_blocks=1"]
+    fields = [*SMALL, "--batch_size=4", "--seq_len=256", "--model.context=256", "--model.num_blocks=1"]
+    fields += ["--mesh.data=1", "--mesh.fsdp=4"]
     config = load_config("midtrain_8b", [*fields, "--model.vocab_size=1024", "--model.ffn_dim=256"])
     found = topology.compile_step(config, "v5e:2x2")
     assert found.chips == 4
