@@ -147,7 +147,7 @@ def finish_kernel(
     cotangent,  # [T, D]: of this site's mix
     mix,  # [T, D]
     rest,  # int8 [T, D]
-    queries,  # float32 [N, D]
+    queries,  # [N, D] in the storage dtype: effective
     sources,  # [N, T, D]
     inverse_rms,  # float32 [T, NP]
     lse,  # float32 [T, H, NP]
@@ -263,6 +263,7 @@ def mix_kernel(
     K: tl.constexpr,
     NP: tl.constexpr,
     SB: tl.constexpr,
+    JB: tl.constexpr,
     K1: tl.constexpr,
     K2: tl.constexpr,
     STAGES: tl.constexpr,
@@ -271,7 +272,7 @@ def mix_kernel(
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     stride = tokens.to(tl.int64) * D
-    s, j = tl.arange(0, SB), tl.arange(0, 16)
+    s, j = tl.arange(0, SB), tl.arange(0, JB)
     k1, k2 = tl.arange(0, K1)[None, :], K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
     site = (start + s)[:, None] * D + h * K
     here = (s < sites)[:, None]
@@ -284,7 +285,7 @@ def mix_kernel(
         acc2 = tl.zeros((SB, K2), tl.float32)
     m = tl.full((SB,), -1e30, tl.float32)
     z = tl.zeros((SB,), tl.float32)
-    for n0 in tl.range(0, start, 16, num_stages=STAGES):
+    for n0 in tl.range(0, start, JB, num_stages=STAGES):
         n = n0 + j
         exists = n < start
         row = sources + n.to(tl.int64)[:, None] * stride + t * D + h * K
@@ -425,16 +426,19 @@ def query_kernel(
     MS: tl.constexpr,
     K1: tl.constexpr,
     K2: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Head, tokens and sites a program: the sum over its tokens and all sources of (dl r) s."""
-    h = tl.program_id(0)
+    """Part of a head, tokens and sites a program: the sum over its tokens and all sources of (dl r) s."""
+    h = tl.program_id(0) // PARTS
+    offset = (tl.program_id(0) % PARTS) * (K1 + K2)
     first = tl.program_id(1) * chunk
     count = tl.minimum(chunk, tokens - first)
     i = tl.program_id(2) * MS + tl.arange(0, MS)
     j = tl.arange(0, 16)
     stride = tokens.to(tl.int64) * D
-    k1, k2 = tl.arange(0, K1)[None, :], K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
+    k1 = offset + tl.arange(0, K1)[None, :]
+    k2 = offset + K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
     acc1 = tl.zeros((MS, K1), tl.float32)
     if K2 > 0:
         acc2 = tl.zeros((MS, K2), tl.float32)

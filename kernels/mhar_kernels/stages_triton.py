@@ -16,7 +16,8 @@ from mhar_kernels import stage_kernels, triton_launch
 from mhar_kernels.schedule import Plan
 
 # Steps in flight through shared memory, by kernel.
-_STAGES = {"merge": 3, "mix": 2, "pull": 2, "finish": 3, "query": 4}
+_STAGES = {"merge": 3, "mix": 2, "pull": 2, "finish": 3, "query": 3}
+_SOURCES = 16  # a step of `mix`
 _QUERY_WARPS = 132 * 16  # of the query kernel: sixteen a multiprocessor of an H100 or H200
 
 
@@ -85,7 +86,7 @@ def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Arra
         stage_kernels.mix_kernel,
         [history.sources, history.inverse_rms, history.high, history.low, shape.tokens, block.start, len(block)],
         shape.partial(),
-        {**shape.heads(), "SB": 16, "NP": shape.padded, "STAGES": _STAGES["mix"]},
+        {**shape.heads(), "SB": 16, "JB": _SOURCES, "NP": shape.padded, "STAGES": _STAGES["mix"]},
         (shape.tokens, shape.num_heads),
         warps=shape.head_warps,
     )
@@ -142,7 +143,7 @@ def finish(
             cotangent.reshape(shape.tokens, shape.dim),
             mix.reshape(shape.tokens, shape.dim),
             history.rests[site],
-            history.queries,
+            history.high,
             history.sources,
             history.inverse_rms,
             history.lse,
@@ -170,16 +171,19 @@ def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
     shape = _Shape.of(plan, history.sources[0])
     sites = min(128, max(16, _power_of_two(shape.depth)))
     tiles = -(-shape.depth // sites)
-    warps = min(8, max(1, sites * shape.split[0] // 2048))
-    chunk = -(-shape.tokens // min(shape.tokens, max(1, _QUERY_WARPS // (warps * shape.num_heads * tiles))))
+    parts = 1 if shape.head_dim <= 256 else -(-shape.head_dim // 128)  # accumulators of a program stay in registers
+    first, second = shape.split if parts == 1 else (128, 0)
+    warps = min(8, max(1, sites * first // 2048))
+    chunk = -(-shape.tokens // min(shape.tokens, max(1, _QUERY_WARPS // (warps * shape.num_heads * parts * tiles))))
     chunks = -(-shape.tokens // chunk)
     (partial,) = _call(
         shape,
         stage_kernels.query_kernel,
         [history.sources, later.keys, shape.tokens, chunk],
         [jax.ShapeDtypeStruct((chunks, shape.depth, shape.dim), jnp.float32)],
-        {**shape.heads(), "N": shape.depth, "NP": shape.padded, "MS": sites, "STAGES": _STAGES["query"]},
-        (shape.num_heads, chunks, tiles),
+        {**shape.heads(), "K1": first, "K2": second, "PARTS": parts, "N": shape.depth, "NP": shape.padded}
+        | {"MS": sites, "STAGES": _STAGES["query"]},
+        (shape.num_heads * parts, chunks, tiles),
         warps=warps,
     )
     return jnp.sum(partial, axis=0)
