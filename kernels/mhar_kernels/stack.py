@@ -154,7 +154,7 @@ def _in_blocks(plan: schedule.Plan, stages: schedule.Stages, params, x, queries,
     # What a sublayer closes over becomes an argument: a custom_vjp must not close over what is differentiated.
     functions, inputs = [], []
     for sublayer, p in zip(plan.sublayers, params, strict=True):
-        function, closed = jax.closure_convert(sublayer, p, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        function, closed = jax.closure_convert(sublayer, p, x)
         functions.append(lambda arguments, h, f=function: f(arguments[0], h, *arguments[1]))
         inputs.append((p, closed))
     return schedule.run(plan._replace(sublayers=tuple(functions)), stages, inputs, x, wide, low)
