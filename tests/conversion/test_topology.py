@@ -11,12 +11,12 @@ SMALL = ["--model.num_layers=1", "--model.d_model=128", "--model.num_heads=2", "
 
 
 @pytest.fixture(autouse=True)
-def _environment(monkeypatch):
+def _environment():
     """What libtpu is told here stays in the test."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
-        monkeypatch.delenv(name)
+        del os.environ[name]
 
 
 @pytest.mark.slow
