@@ -6,7 +6,7 @@
     python tests/conversion/smollm2.py bundle MODEL.gguf PROSE.txt PROSE.log DIR
         # PROSE.txt: paragraphs with blank lines between, one source behind the other; PROSE.log: a line a source, with
         # its name, megabytes and number of paragraphs, and tabs between. Writes DIR/part-0, part-1, ...: all that
-        # `pairs` needs as a tar archive, in pieces of at most 57 MB
+        # `pairs` needs as a tar archive, in pieces of at most 38 MB
     cat DIR/part-* | tar -x; python tests/conversion/smollm2.py pairs OUT.json --minutes 8
         # plain continued training, then delta_block with 1 and with 3 heads, each for as many steps as fit, on the same
         # batches; needs neither Orbax nor Grain
@@ -26,7 +26,7 @@ import time
 from typing import Any
 
 HELD_OUT = "brown"
-PIECE = 57_000_000  # bytes
+PIECE = 38_000_000  # bytes
 VARIANTS = {
     "plain": ("additive", None),
     "delta_block, H = 1": ("delta_block", 1),
