@@ -1,6 +1,7 @@
 """python -m mhar_jax.convert import | graft | export"""
 
 import argparse
+import pathlib
 import sys
 from typing import Any
 
@@ -68,6 +69,8 @@ def _import(options: argparse.Namespace) -> None:
         print(f"warning: infinities or NaN in {len(done.not_finite)} tensors: {names}{more}", file=sys.stderr)
     model = done.config.model
     print(f"wrote {options.out}: {model.variant}, {done.parameters:,} parameters in {model.param_dtype}")
+    if not (pathlib.Path(options.out) / "tokenizer.json").is_file():
+        print("no tokenizer.json came along; commands that need a tokenizer take --tokenizer")
 
 
 def _graft(options: argparse.Namespace) -> None:

@@ -43,6 +43,8 @@ class GGUFFile:
             raise UserError(f"{path} cannot be read as GGUF: {one_line(error)}") from None
         self.fields = reader.fields
         self._tensors = {t.name: t for t in reader.tensors}
+        if len(self._tensors) < len(reader.tensors):
+            raise UserError(f"{path} holds two tensors of one name")
         self._theirs = {name: self._hugging_face_name(name) for name in self._tensors}
         self._ours = {ours: theirs for theirs, ours in self._theirs.items()}
 
@@ -72,7 +74,10 @@ class GGUFFile:
         from gguf.quants import dequantize
 
         tensor = self._tensors[self._ours[name]]
-        value = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(self.shape(name))
+        try:
+            value = np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(self.shape(name))
+        except (NotImplementedError, ValueError) as error:
+            raise UserError(f"{self.path}: tensor {tensor.name} cannot be read: {one_line(error)}") from None
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             heads = self.field("llama.attention.head_count" if "q_proj" in name else "llama.attention.head_count_kv")
             value = rotary_halves(value, heads)

@@ -1,6 +1,7 @@
 """Files that are wrong on purpose: one clear sentence, exit code 2, and nothing left on disk."""
 
 import json
+import random
 import shutil
 import struct
 
@@ -254,3 +255,29 @@ def test_the_reader_and_the_package_agree(tools):
         assert {n: e.shape for n, e in ours.items()} == {n: t.shape for n, t in theirs.items()}
         content = file.read_bytes()
         assert all(content[e.offset : e.offset + e.nbytes] == theirs[n].tobytes() for n, e in ours.items())
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json"])
+def test_random_damage(hf, run, tmp_path, file):
+    """Bytes changed, put in or cut off at random: refused in one sentence or, where it does not matter, imported."""
+    given, draw, codes = (hf / file).read_bytes(), random.Random(0), []
+    for _ in range(40):
+        damaged = bytearray(given)
+        for _ in range(draw.randint(1, 3)):
+            place = draw.randrange(min(len(damaged), 5000))  # mostly in the header
+            kind = draw.choice(("change", "insert", "cut"))
+            if kind == "change":
+                damaged[place] = draw.randrange(256)
+            elif kind == "insert":
+                damaged[place:place] = bytes([draw.choice(b'0123456789-"{}[],:ae')])
+            else:
+                del damaged[-place:]
+        (hf / file).write_bytes(damaged)
+        outcome = run("import", hf, tmp_path / "out")
+        codes.append(outcome.code)
+        if outcome.code:
+            outcome.one_sentence()
+            assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+        else:
+            shutil.rmtree(tmp_path / "out")
+    assert codes.count(2) > 30
