@@ -126,10 +126,11 @@ def _stages(
     if implementation == "xla" or (implementation is None and platform == "cpu"):
         return stages_xla
     gpu = platform == "gpu" and importlib.util.find_spec("jax_triton") is not None
-    if x.dtype.itemsize == 2 and (implementation == "triton" or implementation is None) and (gpu or interpret):
+    if implementation == "triton" or (implementation is None and platform == "gpu"):
         from mhar_kernels import stages_triton
 
-        return stages_triton
+        if (gpu or interpret) and stages_triton.supports(x.dtype, x.shape[-1] // num_heads):
+            return stages_triton
     if implementation == "pallas_tpu" or (implementation is None and platform == "tpu"):
         from mhar_kernels import stages_pallas
 

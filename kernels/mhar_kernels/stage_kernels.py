@@ -3,7 +3,7 @@
 Two shapes of program. `merge` and `finish` hold one token's row as in `triton_kernels` (C tiles [HB, 1, L]) and walk
 the few rows inside a block. `mix`, `pull` and `query` take one token and one head and make depth the matrix: 16 sites
 by 16 sources a step, so that scores, weighted sums and their gradients are products on the matrix unit and no lane adds
-up over a head. A head's K features are K1 + K2 there (160 = 128 + 32).
+up over a head. A head's K features are C1 * K1 + K2 there (160 = 128 + 32).
 
 Rows are 16-bit numbers, exact on the matrix unit; float32 factors (queries, weights of a mix) are split into two such
 numbers where a single rounding would show in the result. Buffers indexed by a token come token first, so that what one
@@ -30,6 +30,12 @@ def _dot_rows(a, b, HB: tl.constexpr, L: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def _column(x, chosen):
+    """One column of [HB, 1, SB]: [HB, 1, 1]."""
+    return tl.sum(tl.where(chosen, x, 0.0), axis=2, keep_dims=True)
+
+
+@triton.jit
 def _wide(row, C: tl.constexpr):
     tiles = ()
     for c in tl.static_range(C):
@@ -40,7 +46,7 @@ def _wide(row, C: tl.constexpr):
 @triton.jit
 def merge_kernel(
     source,  # [T, D]: the source of this site
-    query,  # float32 [D]: effective, of this site
+    queries,  # float32 [N, D]: effective
     outside,  # [S, T, D]: `mix` of the block, or unused
     outside_lse,  # float32 [S, T, H]
     unused_sources,
@@ -78,7 +84,7 @@ def merge_kernel(
     stride = tokens.to(tl.int64) * D
     heads = tl.arange(0, HB)[:, None, None]
     own = logits + ((t * N + site) * S) * H + heads
-    q = _load_row(query, H, K, HB, L, C)
+    q = _load_row(queries + site * D, H, K, HB, L, C)
     newest = _load_row(source + t * D, H, K, HB, L, C, source.dtype.element_ty)
     if OUTSIDE:
         before = tl.load(
@@ -174,6 +180,7 @@ def finish_kernel(
     N: tl.constexpr,
     NP: tl.constexpr,
     S: tl.constexpr,
+    SB: tl.constexpr,
     MANTISSA: tl.constexpr,
     OUTSIDE: tl.constexpr,
     STAGES: tl.constexpr,
@@ -183,16 +190,18 @@ def finish_kernel(
     stride = tokens.to(tl.int64) * D
     heads = tl.arange(0, HB)[:, None, None]
     exists = heads < H
-    own = logits + (t * N * S + (site - start)) * H + heads
-    at = (t * H + heads) * NP
-    key_row = keys + ((t * H + heads) * N + site) * NP
+    j = tl.arange(0, SB)[None, None, :]  # the sites of the block; those before this one read nothing of this source
+    reads = exists & (j >= site - start) & (j < stop - start)
+    at = (t * H + heads) * NP + start + j
     v = _load_row(sources + site * stride + t * D, H, K, HB, L, C)
     d_out = _load_row(cotangent + t * D, H, K, HB, L, C, cotangent.dtype.element_ty)
     near = _load_row(mix + t * D, H, K, HB, L, C, mix.dtype.element_ty)
     lost = _load_row(rest + t * D, H, K, HB, L, C, tl.int8)
     r = tl.load(inverse_rms + t * NP + site)
-    own_logit = tl.load(own + site * (S * H), mask=exists, other=0.0)
-    own_lse = tl.load(lse + at + site, mask=exists, other=0.0)
+    logit = tl.load(logits + ((t * N + start + j) * S + (site - start)) * H + heads, mask=reads, other=0.0)
+    weight = tl.where(reads, tl.exp(logit - tl.load(lse + at, mask=reads, other=0.0)), 0.0)
+    delta = tl.load(deltas + at, mask=reads & (j > site - start), other=0.0)
+    d_logit = tl.zeros((HB, 1, SB), tl.float32)
     shared = tl.zeros((HB, 1, 1), tl.float32)
     acc = ()
     if OUTSIDE:
@@ -206,12 +215,9 @@ def finish_kernel(
     for i in tl.range(site + 1, stop, num_stages=STAGES):
         row = _load_row(cotangents + i * stride + t * D, H, K, HB, L, C)
         q = _load_row(queries + i * D, H, K, HB, L, C)
-        logit = tl.load(own + i * (S * H), mask=exists, other=0.0)
-        p = tl.exp(logit - tl.load(lse + at + i, mask=exists, other=0.0))
-        delta = tl.load(deltas + at + i, mask=exists, other=0.0)
-        dl = tl.where(exists, p * (_dot_rows(row, v, HB, L, C) - delta), 0.0)
-        tl.store(key_row + i, (dl * r).to(keys.dtype.element_ty), mask=exists)
-        shared += dl * logit
+        p = _column(weight, j == i - start)
+        dl = p * (_dot_rows(row, v, HB, L, C) - _column(delta, j == i - start))
+        d_logit = tl.where(j == i - start, dl, d_logit)
         more = ()
         for c in tl.static_range(C):
             more = more + (acc[c] + p * row[c] + (dl * r) * q[c],)
@@ -222,12 +228,13 @@ def finish_kernel(
     for c in tl.static_range(C):
         rounded = near[c].to(tl.float32)
         exact = exact + (rounded + lost[c].to(tl.float32) * (_rest_unit(rounded, MANTISSA) * 2.0**8),)
-    delta = _dot_rows(d_out, exact, HB, L, C)
-    tl.store(deltas + at + site, delta, mask=exists)
-    p = tl.exp(own_logit - own_lse)
-    dl = tl.where(exists, p * (_dot_rows(d_out, v, HB, L, C) - delta), 0.0)
-    tl.store(key_row + site, (dl * r).to(keys.dtype.element_ty), mask=exists)
-    shared += dl * own_logit
+    own_delta = _dot_rows(d_out, exact, HB, L, C)
+    tl.store(deltas + (t * H + heads) * NP + site, own_delta, mask=exists)
+    p = _column(weight, j == site - start)
+    dl = p * (_dot_rows(d_out, v, HB, L, C) - own_delta)
+    d_logit = tl.where(reads & (j == site - start), dl, d_logit)
+    tl.store(keys + ((t * H + heads) * N + site) * NP + start + j, (d_logit * r).to(keys.dtype.element_ty), mask=reads)
+    shared += tl.sum(d_logit * logit, axis=2, keep_dims=True)
     q = _load_row(queries + site * D, H, K, HB, L, C)
     more = ()
     for c in tl.static_range(C):
@@ -248,6 +255,62 @@ def _split(x, like):
 
 
 @triton.jit
+def _chunk(c: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, C1: tl.constexpr):
+    """Features [1, width] of chunk c of a head: C1 chunks of K1, then one of K2."""
+    if c < C1:
+        return c * K1 + tl.arange(0, K1)[None, :]
+    else:
+        return C1 * K1 + tl.arange(0, K2)[None, :]
+
+
+@triton.jit
+def _load_chunks(rows, exists, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, C1: tl.constexpr, C: tl.constexpr):
+    """A head's features of some rows (pointers [R, 1]) as C chunks; zero where there is none."""
+    chunks = ()
+    for c in tl.static_range(C):
+        k = _chunk(c, K1, K2, C1)
+        chunks = chunks + (tl.load(rows + k, mask=exists & (k < K), other=0.0),)
+    return chunks
+
+
+@triton.jit
+def _store_chunks(
+    rows, exists, chunks, K: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, C1: tl.constexpr, C: tl.constexpr
+):
+    for c in tl.static_range(C):
+        k = _chunk(c, K1, K2, C1)
+        tl.store(rows + k, chunks[c].to(rows.dtype.element_ty), mask=exists & (k < K))
+
+
+@triton.jit
+def _zero_chunks(R: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, C1: tl.constexpr, C: tl.constexpr):
+    chunks = ()
+    for c in tl.static_range(C):
+        if c < C1:
+            chunks = chunks + (tl.zeros((R, K1), tl.float32),)
+        else:
+            chunks = chunks + (tl.zeros((R, K2), tl.float32),)
+    return chunks
+
+
+@triton.jit
+def _products(a, b, acc, C: tl.constexpr):
+    """acc + a bᵀ, summed over the features of a head."""
+    for c in tl.static_range(C):
+        acc = tl.dot(a[c], tl.trans(b[c]), acc)
+    return acc
+
+
+@triton.jit
+def _add_rows(acc, weights, rows, C: tl.constexpr):
+    """acc + weights rows."""
+    more = ()
+    for c in tl.static_range(C):
+        more = more + (tl.dot(weights, rows[c], acc[c]),)
+    return more
+
+
+@triton.jit
 def mix_kernel(
     sources,  # [N, T, D]
     inverse_rms,  # float32 [T, NP]
@@ -263,58 +326,64 @@ def mix_kernel(
     K: tl.constexpr,
     NP: tl.constexpr,
     SB: tl.constexpr,
-    JB: tl.constexpr,
     K1: tl.constexpr,
     K2: tl.constexpr,
+    C1: tl.constexpr,
+    C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """One token and head a program: all sites of a block over all sources before it, normalised."""
-    t = tl.program_id(0).to(tl.int64)
+    """Some tokens and a head a program: all sites of a block over all sources before it, normalised.
+
+    The 16 rows of a product are SB sites of 16 / SB tokens.
+    """
+    TOKENS: tl.constexpr = 16 // SB
     h = tl.program_id(1)
     stride = tokens.to(tl.int64) * D
-    s, j = tl.arange(0, SB), tl.arange(0, JB)
-    k1, k2 = tl.arange(0, K1)[None, :], K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
-    site = (start + s)[:, None] * D + h * K
-    here = (s < sites)[:, None]
-    qh1 = tl.load(high + site + k1, mask=here & (k1 < K), other=0.0)
-    ql1 = tl.load(low + site + k1, mask=here & (k1 < K), other=0.0)
-    acc1 = tl.zeros((SB, K1), tl.float32)
-    if K2 > 0:
-        qh2 = tl.load(high + site + k2, mask=here & (k2 < K), other=0.0)
-        ql2 = tl.load(low + site + k2, mask=here & (k2 < K), other=0.0)
-        acc2 = tl.zeros((SB, K2), tl.float32)
-    m = tl.full((SB,), -1e30, tl.float32)
-    z = tl.zeros((SB,), tl.float32)
-    for n0 in tl.range(0, start, JB, num_stages=STAGES):
+    s, j = tl.program_id(2) * SB + tl.arange(0, 16) % SB, tl.arange(0, 16)
+    which = tl.arange(0, 16) // SB
+    first = tl.program_id(0) * TOKENS
+    t = (first + which).to(tl.int64)
+    here = (s < sites) & (t < tokens)
+    query = (start + s)[:, None] * D + h * K
+    qh = _load_chunks(high + query, here[:, None], K, K1, K2, C1, C)
+    ql = _load_chunks(low + query, here[:, None], K, K1, K2, C1, C)
+    acc = _zero_chunks(16, K1, K2, C1, C)
+    m = tl.full((16,), -1e30, tl.float32)
+    z = tl.zeros((16,), tl.float32)
+    for n0 in tl.range(0, start, 16, num_stages=STAGES):
         n = n0 + j
         exists = n < start
-        row = sources + n.to(tl.int64)[:, None] * stride + t * D + h * K
-        v1 = tl.load(row + k1, mask=exists[:, None] & (k1 < K), other=0.0)
-        logit = tl.dot(ql1, tl.trans(v1))
-        logit = tl.dot(qh1, tl.trans(v1), logit)
-        if K2 > 0:
-            v2 = tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0)
-            logit = tl.dot(ql2, tl.trans(v2), logit)
-            logit = tl.dot(qh2, tl.trans(v2), logit)
-        r = tl.load(inverse_rms + t * NP + n, mask=exists, other=0.0)
-        logit = tl.where(exists[None, :], logit * r[None, :], -1e30)
+        row = sources + n.to(tl.int64)[:, None] * stride + h * K
+        logit = tl.zeros((16, 16), tl.float32)
+        v = ()
+        for u in tl.static_range(TOKENS):
+            own = (first + u).to(tl.int64)
+            v = v + (_load_chunks(row + own * D, exists[:, None] & (own < tokens), K, K1, K2, C1, C),)
+            dot = _products(ql, v[u], tl.zeros((16, 16), tl.float32), C)
+            dot = _products(qh, v[u], dot, C)
+            logit = tl.where((which == u)[:, None], dot, logit)
+        read = here[:, None] & exists[None, :]
+        r = tl.load(inverse_rms + t[:, None] * NP + n[None, :], mask=read, other=0.0)
+        logit = tl.where(exists[None, :], logit * r, -1e30)
         top = tl.maximum(m, tl.max(logit, axis=1))
         keep = tl.exp(m - top)
         p = tl.exp(logit - top[:, None])
         z = z * keep + tl.sum(p, axis=1)
         m = top
-        ph, pl = _split(p, v1)
-        acc1 = tl.dot(ph, v1, acc1 * keep[:, None])
-        acc1 = tl.dot(pl, v1, acc1)
-        if K2 > 0:
-            acc2 = tl.dot(ph, v2, acc2 * keep[:, None])
-            acc2 = tl.dot(pl, v2, acc2)
-    out = outside + s.to(tl.int64)[:, None] * stride + t * D + h * K
-    dtype = outside.dtype.element_ty
-    tl.store(out + k1, (acc1 / z[:, None]).to(dtype), mask=here & (k1 < K))
-    if K2 > 0:
-        tl.store(out + k2, (acc2 / z[:, None]).to(dtype), mask=here & (k2 < K))
-    tl.store(outside_lse + (s.to(tl.int64) * tokens + t) * H + h, m + tl.log(z), mask=s < sites)
+        kept = ()
+        for c in tl.static_range(C):
+            kept = kept + (acc[c] * keep[:, None],)
+        acc = kept
+        for u in tl.static_range(TOKENS):
+            ph, pl = _split(tl.where((which == u)[:, None], p, 0.0), v[0][0])
+            acc = _add_rows(acc, ph, v[u], C)
+            acc = _add_rows(acc, pl, v[u], C)
+    out = ()
+    for c in tl.static_range(C):
+        out = out + (acc[c] / z[:, None],)
+    rows = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
+    _store_chunks(rows, here[:, None], out, K, K1, K2, C1, C)
+    tl.store(outside_lse + (s.to(tl.int64) * tokens + t) * H + h, m + tl.log(z), mask=here)
 
 
 @triton.jit
@@ -341,6 +410,8 @@ def pull_kernel(
     SB: tl.constexpr,
     K1: tl.constexpr,
     K2: tl.constexpr,
+    C1: tl.constexpr,
+    C: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Some tokens and a head a program: the gradients of all sources of a block from all sites behind it.
@@ -350,64 +421,45 @@ def pull_kernel(
     TOKENS: tl.constexpr = 16 // SB
     h = tl.program_id(1)
     stride = tokens.to(tl.int64) * D
-    s, j = tl.arange(0, 16) % SB, tl.arange(0, 16)
+    s, j = tl.program_id(2) * SB + tl.arange(0, 16) % SB, tl.arange(0, 16)
     which = tl.arange(0, 16) // SB
     first = tl.program_id(0) * TOKENS
     t = (first + which).to(tl.int64)
-    k1, k2 = tl.arange(0, K1)[None, :], K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
     here = (s < count) & (t < tokens)
     n = start + s
-    row = sources + n.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
-    v1 = tl.load(row + k1, mask=here[:, None] & (k1 < K), other=0.0)
-    acc1 = tl.zeros((16, K1), tl.float32)
-    if K2 > 0:
-        v2 = tl.load(row + k2, mask=here[:, None] & (k2 < K), other=0.0)
-        acc2 = tl.zeros((16, K2), tl.float32)
+    source = sources + n.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
+    if C <= 2:  # else they would not stay in registers
+        v = _load_chunks(source, here[:, None], K, K1, K2, C1, C)
+    acc = _zero_chunks(16, K1, K2, C1, C)
     r = tl.load(inverse_rms + t * NP + n, mask=here, other=0.0)[:, None]
     shared = tl.zeros((16,), tl.float32)
     for i0 in tl.range(start + count, N, 16, num_stages=STAGES):
         i = i0 + j
         exists = i < N
-        q = i[:, None] * D + h * K
-        qh1 = tl.load(high + q + k1, mask=exists[:, None] & (k1 < K), other=0.0)
-        ql1 = tl.load(low + q + k1, mask=exists[:, None] & (k1 < K), other=0.0)
-        logit = tl.dot(v1, tl.trans(ql1))
-        logit = tl.dot(v1, tl.trans(qh1), logit)
-        if K2 > 0:
-            qh2 = tl.load(high + q + k2, mask=exists[:, None] & (k2 < K), other=0.0)
-            ql2 = tl.load(low + q + k2, mask=exists[:, None] & (k2 < K), other=0.0)
-            logit = tl.dot(v2, tl.trans(ql2), logit)
-            logit = tl.dot(v2, tl.trans(qh2), logit)
-        logit = logit * r
+        if C > 2:
+            v = _load_chunks(source, here[:, None], K, K1, K2, C1, C)
+        qh = _load_chunks(high + i[:, None] * D + h * K, exists[:, None], K, K1, K2, C1, C)
+        ql = _load_chunks(low + i[:, None] * D + h * K, exists[:, None], K, K1, K2, C1, C)
+        logit = _products(v, ql, tl.zeros((16, 16), tl.float32), C)
+        logit = _products(v, qh, logit, C) * r
         at = (t[:, None] * H + h) * NP + i[None, :]
         both = here[:, None] & exists[None, :]
         p = tl.where(both, tl.exp(logit - tl.load(lse + at, mask=both, other=0.0)), 0.0)
         dots = tl.zeros((16, 16), tl.float32)
         for u in tl.static_range(TOKENS):
-            there = exists & (first + u < tokens)
-            row = cotangents + i.to(tl.int64)[:, None] * stride + (first + u).to(tl.int64) * D + h * K
-            d1 = tl.load(row + k1, mask=there[:, None] & (k1 < K), other=0.0)
-            dot = tl.dot(v1, tl.trans(d1))
-            if K2 > 0:
-                d2 = tl.load(row + k2, mask=there[:, None] & (k2 < K), other=0.0)
-                dot = tl.dot(v2, tl.trans(d2), dot)
+            own = (first + u).to(tl.int64)
+            row = cotangents + i.to(tl.int64)[:, None] * stride + own * D + h * K
+            d = _load_chunks(row, exists[:, None] & (own < tokens), K, K1, K2, C1, C)
+            dot = _products(v, d, tl.zeros((16, 16), tl.float32), C)
             dots = tl.where((which == u)[:, None], dot, dots)
-            pb = tl.where((which == u)[:, None], p, 0.0).to(v1.dtype)
-            acc1 = tl.dot(pb, d1, acc1)
-            if K2 > 0:
-                acc2 = tl.dot(pb, d2, acc2)
+            acc = _add_rows(acc, tl.where((which == u)[:, None], p, 0.0).to(qh[0].dtype), d, C)
         dl = p * (dots - tl.load(deltas + at, mask=both, other=0.0))
         shared += tl.sum(dl * logit, axis=1)
-        kb = (dl * r).to(v1.dtype)
-        tl.store(keys + ((t * H + h) * N + n)[:, None] * NP + i[None, :], kb, mask=both)
-        acc1 = tl.dot(kb, qh1, acc1)
-        if K2 > 0:
-            acc2 = tl.dot(kb, qh2, acc2)
-    out = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
-    dtype = outside.dtype.element_ty
-    tl.store(out + k1, acc1.to(dtype), mask=here[:, None] & (k1 < K))
-    if K2 > 0:
-        tl.store(out + k2, acc2.to(dtype), mask=here[:, None] & (k2 < K))
+        key = (dl * r).to(qh[0].dtype)
+        tl.store(keys + ((t * H + h) * N + n)[:, None] * NP + i[None, :], key, mask=both)
+        acc = _add_rows(acc, key, qh, C)
+    rows = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
+    _store_chunks(rows, here[:, None], acc, K, K1, K2, C1, C)
     tl.store(outside_shared + (s.to(tl.int64) * tokens + t) * H + h, shared, mask=here)
 
 

@@ -17,7 +17,8 @@ from mhar_kernels.schedule import Plan
 
 # Steps in flight through shared memory, by kernel.
 _STAGES = {"merge": 3, "mix": 2, "pull": 2, "finish": 3, "query": 3}
-_SOURCES = 16  # a step of `mix`
+# Fewest rows of one token in a product of 16 rows: 16 / this many tokens share a program.
+_LEAST = {"mix": 1, "pull": 1}
 _QUERY_WARPS = 132 * 16  # of the query kernel: sixteen a multiprocessor of an H100 or H200
 
 
@@ -42,6 +43,14 @@ class Later(NamedTuple):
     keys: jax.Array | None  # [T, H, N, NP] in the storage dtype: dl r of each source and site
 
 
+def supports(dtype, head_dim: int) -> bool:
+    """Whether a stack runs by blocks: 16-bit storage, and heads wide enough that a number a pair is little beside them.
+
+    float32 storage would need its products in float64; narrow heads would have more logits than features.
+    """
+    return dtype in (jnp.bfloat16, jnp.float16) and head_dim >= 16
+
+
 def start(plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -> History:
     """See `schedule.Stages`."""
     del low  # only float32 storage has it
@@ -59,7 +68,7 @@ def merge(plan: Plan, history: History, site: int, source: jax.Array, outside) -
         stage_kernels.merge_kernel,
         [
             source.reshape(shape.tokens, shape.dim),
-            history.queries[site],
+            history.queries,
             partial,
             partial_lse,
             *(_unused(o.dtype) if a is None else a for a, o in zip(old, shape.history(), strict=True)),
@@ -81,13 +90,14 @@ def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Arra
     """See `schedule.Stages`: [S, T, D] normalised, and its log-sum-exp [S, T, H]."""
     assert history.sources is not None
     shape = _Shape.of(plan, history.sources[0])
+    together = shape.together("mix")
     results = _call(
         shape,
         stage_kernels.mix_kernel,
         [history.sources, history.inverse_rms, history.high, history.low, shape.tokens, block.start, len(block)],
         shape.partial(),
-        {**shape.heads(), "SB": 16, "JB": _SOURCES, "NP": shape.padded, "STAGES": _STAGES["mix"]},
-        (shape.tokens, shape.num_heads),
+        {**shape.heads(), "SB": together, "STAGES": _STAGES["mix"]},
+        (-(-shape.tokens // (16 // together)), shape.num_heads, -(-len(block) // together)),
         warps=shape.head_warps,
     )
     return results[0], results[1]
@@ -115,14 +125,14 @@ def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Late
         block.start,
         len(block),
     ]
-    together = _power_of_two(shape.block)  # sources of a token beside each other in one product of 16 rows
+    together = shape.together("pull")
     keys, *partial = _call(
         shape,
         stage_kernels.pull_kernel,
         inputs,
         [shape.later()[2], *shape.partial()],
-        {**shape.heads(), "N": shape.depth, "NP": shape.padded, "SB": together, "STAGES": _STAGES["pull"]},
-        (-(-shape.tokens // (16 // together)), shape.num_heads),
+        {**shape.heads(), "N": shape.depth, "SB": together, "STAGES": _STAGES["pull"]},
+        (-(-shape.tokens // (16 // together)), shape.num_heads, -(-len(block) // together)),
         warps=shape.head_warps,
         aliases={7: 0},
     )
@@ -157,7 +167,7 @@ def finish(
             block.stop,
         ],
         [*shape.later(), shape.row()],
-        {**shape.rows(), "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
+        {**shape.rows(), "SB": _power_of_two(shape.block), "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
         (shape.tokens,),
         warps=shape.row_warps,
         aliases={} if first else {10 + i: i for i in range(3)},
@@ -172,7 +182,7 @@ def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
     sites = min(128, max(16, _power_of_two(shape.depth)))
     tiles = -(-shape.depth // sites)
     parts = 1 if shape.head_dim <= 256 else -(-shape.head_dim // 128)  # accumulators of a program stay in registers
-    first, second = shape.split if parts == 1 else (128, 0)
+    first, second = _halves(shape.head_dim) if parts == 1 else (128, 0)
     warps = min(8, max(1, sites * first // 2048))
     chunk = -(-shape.tokens // min(shape.tokens, max(1, _QUERY_WARPS // (warps * shape.num_heads * parts * tiles))))
     chunks = -(-shape.tokens // chunk)
@@ -181,8 +191,15 @@ def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
         stage_kernels.query_kernel,
         [history.sources, later.keys, shape.tokens, chunk],
         [jax.ShapeDtypeStruct((chunks, shape.depth, shape.dim), jnp.float32)],
-        {**shape.heads(), "K1": first, "K2": second, "PARTS": parts, "N": shape.depth, "NP": shape.padded}
-        | {"MS": sites, "STAGES": _STAGES["query"]},
+        {
+            **shape.sizes(),
+            "N": shape.depth,
+            "MS": sites,
+            "K1": first,
+            "K2": second,
+            "PARTS": parts,
+            "STAGES": _STAGES["query"],
+        },
         (shape.num_heads * parts, chunks, tiles),
         warps=warps,
     )
@@ -217,13 +234,16 @@ class _Shape(NamedTuple):
         return self.dim // self.num_heads
 
     @property
-    def split(self) -> tuple[int, int]:
-        """K1 and K2: powers of two, at least 16, that cover a head; K2 = 0 where one does."""
+    def chunks(self) -> tuple[int, int, int]:
+        """K1, K2 and C1: powers of two, at least 16, so that C1 * K1 + K2 covers a head closely."""
         k = self.head_dim
-        if k <= 16 or k & (k - 1) == 0:
-            return max(16, k), 0
-        first = 1 << (k.bit_length() - 1)
-        return (32, 0) if first == 16 else (first, max(16, _power_of_two(k - first)))
+        if k <= 128:
+            first = max(16, 1 << (k.bit_length() - 1))
+        else:
+            first = 128
+        count = max(1, k // first)
+        left = k - count * first
+        return first, max(16, _power_of_two(left)) if left > 0 else 0, count
 
     @property
     def row_warps(self) -> int:
@@ -233,7 +253,12 @@ class _Shape(NamedTuple):
     @property
     def head_warps(self) -> int:
         """Of kernels that hold 16 rows of a head."""
-        return min(8, max(1, self.split[0] // 128))
+        first, _, count = self.chunks
+        return min(8, max(1, _power_of_two(first * count // 128)))
+
+    def together(self, kernel: str) -> int:
+        """SB: sites, or sources, of one token in a product of 16 rows."""
+        return min(16, max(_LEAST[kernel], _power_of_two(self.block)))
 
     def row(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.tokens, self.dim), dtype or self.dtype)
@@ -271,10 +296,14 @@ class _Shape(NamedTuple):
         depth = {"N": self.depth, "NP": self.padded, "S": self.block}
         return {**sizes, **depth, **mantissa, "C": -(-self.head_dim // width)}
 
+    def sizes(self) -> dict[str, int]:
+        """Constants of every kernel that takes a head at a time."""
+        return {"D": self.dim, "H": self.num_heads, "K": self.head_dim, "NP": self.padded}
+
     def heads(self) -> dict[str, Any]:
         """Constants of kernels that hold one head of several rows."""
-        first, second = self.split
-        return {"D": self.dim, "H": self.num_heads, "K": self.head_dim, "K1": first, "K2": second}
+        first, second, count = self.chunks
+        return {**self.sizes(), "K1": first, "K2": second, "C1": count, "C": count + (second > 0)}
 
 
 def _call(
@@ -300,6 +329,14 @@ def _call(
         )
 
     return run(*(x for x in inputs if not isinstance(x, int)))
+
+
+def _halves(k: int) -> tuple[int, int]:
+    """Two powers of two, at least 16, that cover k; the second is 0 where one does."""
+    if k <= 16 or k & (k - 1) == 0:
+        return max(16, k), 0
+    first = max(16, 1 << (k.bit_length() - 1))
+    return first, max(16, _power_of_two(k - first))
 
 
 def _unused(dtype) -> jax.Array:
