@@ -1,5 +1,6 @@
 """Tokens from prompts: the given continuations, batches, sampling, compilations, devices."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from inference_helpers import placed, tiny_model
+import inference_helpers
+from inference_helpers import placed
 from mhar_jax.config.schema import MeshConfig
 from mhar_jax.errors import UserError
 from mhar_jax.generation import Sampling, TokenGenerator
@@ -19,6 +21,9 @@ from mhar_jax.sharding import make_mesh
 from model_helpers import jit
 
 HF = Path(__file__).parent.parent / "fixtures" / "hf"
+
+# One layer: several are test_cache.py's business.
+tiny_model = functools.partial(inference_helpers.tiny_model, num_layers=1)
 PROMPTS = [list(b"It is a truth"), [65], list(b"universally acknowledged, that")]
 
 

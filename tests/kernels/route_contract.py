@@ -8,6 +8,9 @@ Tolerances are on ‖a − b‖ / ‖b‖ against float64:
 """
 
 import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import chex
 import jax
@@ -24,19 +27,50 @@ VALUE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 6e-4}
 GRADIENT = {"float32": 1e-5, "bfloat16": 4e-3, "float16": 1e-3}
 
 
+SIZES = [
+    (1, (), 32, 2),  # one token without an axis, one source
+    (3, (1, 1, 3), 21, 7),  # odd width, K = 3
+    (4, (24,), 64, 4),  # three tiles of eight rows
+    (5, (2, 13), 123, 3),  # ragged rows, ragged width
+    (3, (5,), 40, 40),  # H = D
+    (2, (7,), 160, 1),
+    (40, (3,), 16, 2),
+    (129, (2,), 8, 1),
+]
+DELTA_FORMS = list(itertools.product((False, True), (None, 0.6), (False, True)))  # residual, gate, null source
+
+
+def quick(values, default):
+    """Parameters of which only those that `default` accepts run by default; the others are marked slow."""
+    return [
+        v if default(v) else pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow)
+        for v in values
+    ]
+
+
+_programs: dict[tuple[Any, ...], Callable[..., Any]] = {}
+
+
 class RouteContract:
     """Subclass with `implementation`, and `interpret` where the backend needs it."""
 
     implementation: str
     interpret = False
-    stacked_and_sequence = (True, False)
+    compiler_options: ClassVar[dict[str, Any] | None] = None
+    tile: ClassVar[dict[str, int] | None] = None
 
     def route(self, sources, query, **kw):
-        return depth_route(sources, query, implementation=self.implementation, interpret=self.interpret, **kw)
+        return depth_route(
+            sources, query, implementation=self.implementation, interpret=self.interpret, **{"tile": self.tile, **kw}
+        )
 
-    def run(self, case, *, as_sequence=False, return_weights=True, transform=jax.jit):
-        """out, weights and gradients of one case through a transformed call."""
-        names = list(case.inputs)
+    def jit(self, function):
+        """Compiled as the backend's tests want it."""
+        return jax.jit(function, compiler_options=self.compiler_options)
+
+    def run(self, case, *, as_sequence=False, return_weights=True, d_weights=None, jit=True):
+        """out, weights and gradients of one case; cases of one signature share a program."""
+        names = tuple(case.inputs)
         values = [jnp.asarray(v) for v in case.inputs.values()]
         if as_sequence:
             values[0] = tuple(values[0])
@@ -52,14 +86,19 @@ class RouteContract:
                 **kw,
             )
 
-        @transform
-        def both(values, cotangent):
+        def both(values, cotangent, d_weights):
             result, vjp = jax.vjp(call, *values)
             out, weights = result if return_weights else (result, None)
             tangent = cotangent.astype(out.dtype)
-            return out, weights, vjp((tangent, jnp.zeros_like(weights)) if return_weights else tangent)
+            return out, weights, vjp((tangent, d_weights) if return_weights else tangent)
 
-        out, weights, grads = both(values, jnp.asarray(case.cotangent))
+        if jit:
+            tile = tuple(sorted((self.tile or {}).items()))
+            key = (type(self), self.implementation, tile, names, case.num_heads, case.eps, return_weights)
+            both = _programs.setdefault(key, self.jit(both))
+        if d_weights is None:
+            d_weights = np.zeros(case.weights.shape, np.float32)
+        out, weights, grads = both(values, jnp.asarray(case.cotangent), jnp.asarray(d_weights, jnp.float32))
         grads = list(grads)
         if as_sequence and grads[0]:
             grads[0] = jnp.stack(grads[0])
@@ -131,19 +170,7 @@ class RouteContract:
 
     # Sizes.
 
-    @pytest.mark.parametrize(
-        ("n", "lead", "dim", "heads"),
-        [
-            (1, (), 32, 2),  # one token without an axis, one source
-            (3, (1, 1, 3), 21, 7),  # odd width, K = 3
-            (4, (24,), 64, 4),  # three tiles of eight rows
-            (5, (2, 13), 123, 3),  # ragged rows, ragged width
-            (3, (5,), 40, 40),  # H = D
-            (2, (7,), 160, 1),
-            (40, (3,), 16, 2),
-            (129, (2,), 8, 1),
-        ],
-    )
+    @pytest.mark.parametrize(("n", "lead", "dim", "heads"), SIZES)
     def test_size(self, n, lead, dim, heads):
         self.check(random_case(n, lead, dim, heads, seed=n), as_sequence=n < 40)
 
@@ -153,12 +180,10 @@ class RouteContract:
             random_case(6, (2, 5), 96, 4, dtype=dtype, residual=True, gate=0.7, null_source=True), as_sequence=True
         )
 
-    def test_delta_forms(self):
-        for residual in (False, True):
-            for gate in (None, 0.6):
-                for null in (False, True):
-                    case = random_case(3, (4,), 24, 3, residual=residual, gate=gate, null_source=null, seed=7)
-                    self.check(case, return_weights=False)
+    @pytest.mark.parametrize(("residual", "gate", "null"), DELTA_FORMS)
+    def test_delta_form(self, residual, gate, null):
+        case = random_case(3, (4,), 24, 3, residual=residual, gate=gate, null_source=null, seed=7)
+        self.check(case, return_weights=False)
 
     # Gradients.
 
@@ -170,17 +195,10 @@ class RouteContract:
 
     def test_gradient_of_the_weights(self):
         case = random_case(4, (3,), 24, 3, null_source=True, residual=True, gate=0.5)
-        names, values = list(case.inputs), [jnp.asarray(v) for v in case.inputs.values()]
         d_weights = np.random.default_rng(1).standard_normal(case.weights.shape).astype(np.float32)
-
-        def loss(*values):
-            kw = dict(zip(names, values, strict=True))
-            out, weights = self.route(kw.pop("sources"), kw.pop("query"), num_heads=3, return_weights=True, **kw)
-            return jnp.sum(out * case.cotangent) + jnp.sum(weights * d_weights)
-
-        grads = jax.jit(jax.grad(loss, tuple(range(len(names)))))(*values)
+        _, _, grads = self.run(case, d_weights=d_weights)
         want = solve(case.inputs, case.cotangent, 3, case.eps, d_weights)[2]
-        for name, grad in zip(names, grads, strict=True):
+        for name, grad in grads.items():
             assert error(grad, want[name]) < GRADIENT["float32"], name
 
     def test_repeats_to_the_bit(self):
@@ -190,14 +208,14 @@ class RouteContract:
     # Transformations: the same numbers, whatever wraps the call.
 
     def test_without_jit(self):
-        self.check(random_case(3, (2,), 24, 3), transform=lambda f: f)
+        self.check(random_case(3, (2,), 24, 3), jit=False)
 
     def test_checkpoint(self):
         case = random_case(4, (3,), 24, 3)
         f = lambda s, q: jnp.sum(self.route(s, q, num_heads=3) * case.cotangent)
         args = jnp.asarray(case.inputs["sources"]), jnp.asarray(case.inputs["query"] * case.inputs["norm_scale"])
-        grads = jax.jit(jax.grad(jax.checkpoint(f), (0, 1)))(*args)
-        for grad, plain in zip(grads, jax.grad(f, (0, 1))(*args), strict=True):
+        grads = self.jit(jax.grad(jax.checkpoint(f), (0, 1)))(*args)
+        for grad, plain in zip(grads, self.jit(jax.grad(f, (0, 1)))(*args), strict=True):
             assert error(grad, plain) < 1e-6  # fused differently, so not to the bit
         assert error(grads[0], case.grads["sources"]) < GRADIENT["float32"]
 
@@ -209,8 +227,13 @@ class RouteContract:
         cotangent = rng.standard_normal((3, 2, 5, 24)).astype(np.float32)
         one = lambda s, q: self.route(s, q, num_heads=3)
         mapped = jax.vmap(jax.vmap(one, (0, None)), (0, 0))
-        out, vjp = jax.vjp(jax.jit(mapped), jnp.asarray(s), jnp.asarray(q))
-        d_s, d_q = vjp(jnp.asarray(cotangent))
+
+        @self.jit
+        def both(s, q, cotangent):
+            out, vjp = jax.vjp(mapped, s, q)
+            return out, vjp(cotangent)
+
+        out, (d_s, d_q) = both(jnp.asarray(s), jnp.asarray(q), jnp.asarray(cotangent))
         want_q = np.zeros_like(q, np.float64)
         for a in range(3):
             for b in range(2):
@@ -219,7 +242,7 @@ class RouteContract:
                 assert error(d_s[a, b], grads["sources"]) < GRADIENT["float32"]
                 want_q[a] += grads["query"]
         assert error(d_q, want_q) < GRADIENT["float32"]
-        many = jax.jit(jax.vmap(one, (None, 0)))(jnp.asarray(s[0, 0]), jnp.asarray(q))
+        many = self.jit(jax.vmap(one, (None, 0)))(jnp.asarray(s[0, 0]), jnp.asarray(q))
         for a in range(3):
             assert error(many[a], solve({"sources": s[0, 0], "query": q[a]}, cotangent[a, 0], 3, 1e-6)[0]) < 2e-6
 
@@ -227,12 +250,11 @@ class RouteContract:
         case = random_case(3, (4,), 24, 3)
         queries = np.random.default_rng(5).standard_normal((3, 24)).astype(np.float32)
 
-        @jax.jit
         def loss(s, queries):
             step = lambda total, q: (total + jnp.sum(self.route(s, q, num_heads=3) * case.cotangent), None)
             return jax.lax.scan(step, 0.0, queries)[0]
 
-        d_s, d_q = jax.grad(loss, (0, 1))(jnp.asarray(case.inputs["sources"]), jnp.asarray(queries))
+        d_s, d_q = self.jit(jax.grad(loss, (0, 1)))(jnp.asarray(case.inputs["sources"]), jnp.asarray(queries))
         solved = [solve({"sources": case.inputs["sources"], "query": q}, case.cotangent, 3, 1e-6)[2] for q in queries]
         assert error(d_s, sum(g["sources"] for g in solved)) < GRADIENT["float32"]
         assert error(d_q, np.stack([g["query"] for g in solved])) < GRADIENT["float32"]
@@ -251,6 +273,6 @@ class RouteContract:
             return self.route(kw.pop("sources"), kw.pop("query"), num_heads=3, **kw)
 
         loss = lambda *v: jnp.sum(sharded(*v) * case.cotangent)
-        grads = jax.jit(jax.grad(loss, tuple(range(len(names)))))(*values)
+        grads = self.jit(jax.grad(loss, tuple(range(len(names)))))(*values)
         for name, grad in zip(names, grads, strict=True):
             assert error(grad, case.grads[name]) < GRADIENT["float32"], name

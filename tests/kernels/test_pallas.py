@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,37 +15,67 @@ from mhar_kernels import UnsupportedInputError, assume_platform, depth_route
 from mhar_kernels.contract import RouteCall
 from mhar_kernels.pallas_heads import Heads, bfloat16_parts
 from mhar_kernels.pallas_plan import MIB, backward_plan, forward_plan
-from oracle import error, random_case, solve
-from route_contract import GRADIENT, RouteContract
+from oracle import error, random_case, route_case_names, solve
+from route_contract import DELTA_FORMS, GRADIENT, SIZES, RouteContract, quick
 
 FORWARD, BACKWARD = "depth_route_forward", "depth_route_backward"
+
+
+# The interpreter makes each kernel a program of its own, which takes 2 to 15 s to compile. By default one case of each
+# kind runs: stacked and separate arrays, bfloat16, delta, only a null source, peaked and zero logits.
+GIVEN = ("bf16", "delta", "delta_closed_gate", "delta_null_only", "one_source", "peaked", "zero_query")
 
 
 class TestPallas(RouteContract):
     implementation = "pallas_tpu"
     interpret = True
+    compiler_options: ClassVar = {"xla_backend_optimization_level": 0}  # of the interpreter, not of the kernel
+
+    @pytest.mark.parametrize("name", quick(route_case_names(), lambda name: name in GIVEN))
+    def test_given_case(self, name):
+        super().test_given_case(name)
+
+    @pytest.mark.parametrize("name", quick(["four_heads", "delta", "bf16"], lambda name: name == "four_heads"))
+    def test_given_case_stacked(self, name):
+        super().test_given_case_stacked(name)
+
+    @pytest.mark.parametrize(("n", "lead", "dim", "heads"), quick(SIZES, lambda size: size in (SIZES[1], SIZES[-1])))
+    def test_size(self, n, lead, dim, heads):
+        super().test_size(n, lead, dim, heads)
+
+    @pytest.mark.parametrize("dtype", quick(["bfloat16", "float16"], lambda dtype: dtype == "float16"))
+    def test_half_precision(self, dtype):  # bfloat16: test_head_slices
+        super().test_half_precision(dtype)
+
+    @pytest.mark.parametrize(
+        ("residual", "gate", "null"), quick(DELTA_FORMS, lambda form: form in ((False, 0.6, True), (True, None, False)))
+    )
+    def test_delta_form(self, residual, gate, null):
+        super().test_delta_form(residual, gate, null)
+
+    @pytest.mark.parametrize("check_vma", quick([True, False], bool))
+    def test_shard_map(self, check_vma):
+        super().test_shard_map(check_vma)
 
 
-class _Tiled(RouteContract):
+class _Tiled(TestPallas):
     """The same checks with a tile of one's own."""
 
-    implementation = "pallas_tpu"
-    interpret = True
+    __test__ = False
 
     def __init__(self, **tile):
         self.tile = tile
 
-    def route(self, sources, query, **kw):
-        return super().route(sources, query, tile=self.tile, **kw)
 
-
-@pytest.mark.parametrize("sweeps", [1, 2])
 @pytest.mark.parametrize(
-    ("tokens", "rows", "chunk"),
+    ("tokens", "rows", "chunk", "sweeps"),
     [
-        (24, 8, 3),  # three tiles over two cores; chunks of 1, 3 and 3 sources
-        (29, 8, 7),  # a ragged last tile; one chunk
-        (5, 8, 2),  # less than a tile
+        (24, 8, 3, 1),  # three tiles over two cores; chunks of 1, 3 and 3 sources
+        pytest.param(24, 8, 3, 2, marks=pytest.mark.slow),
+        pytest.param(29, 8, 7, 1, marks=pytest.mark.slow),
+        (29, 8, 7, 2),  # a ragged last tile; one chunk
+        (5, 8, 2, 1),  # less than a tile
+        pytest.param(5, 8, 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_tiles(tokens, rows, chunk, sweeps):
@@ -52,15 +83,18 @@ def test_tiles(tokens, rows, chunk, sweeps):
     _Tiled(rows=rows, chunk=chunk, sweeps=sweeps).check(case, as_sequence=chunk != 3)
 
 
-@pytest.mark.parametrize("sweeps", [1, 2])
 @pytest.mark.parametrize(
-    ("dim", "heads"),
+    ("dim", "heads", "sweeps"),
     [
-        (128, 2),  # two heads in a lane tile
-        (130, 2),  # K = 65: a tile that two heads share, and an odd half
-        (480, 3),  # K = 160
-        (257, 1),
-        (300, 300),  # more heads than lanes
+        (128, 2, 2),  # two heads in a lane tile
+        (130, 2, 1),  # K = 65: a tile that two heads share, and an odd half
+        (480, 3, 2),  # K = 160
+        (257, 1, 1),
+        (300, 300, 2),  # more heads than lanes
+        *(
+            pytest.param(*rest, marks=pytest.mark.slow)
+            for rest in ((128, 2, 1), (130, 2, 2), (480, 3, 1), (257, 1, 2), (300, 300, 1))
+        ),
     ],
 )
 def test_head_slices(dim, heads, sweeps):
@@ -68,28 +102,20 @@ def test_head_slices(dim, heads, sweeps):
     _Tiled(rows=16, chunk=2, sweeps=sweeps).check(case, as_sequence=True)
 
 
-@pytest.mark.parametrize("sweeps", [1, 2])
+@pytest.mark.parametrize("sweeps", quick([1, 2], lambda sweeps: sweeps == 2))
 def test_weights_of_both_backward_forms(sweeps):
     """The cotangent of the weights, with heads wide enough for the vector unit and logits that need pairs."""
     case = random_case(3, (5,), 128, 2, null_source=True, query_scale=30.0)
-    weights_cotangent = np.random.default_rng(1).standard_normal(case.weights.shape).astype(np.float32)
-    names, values = list(case.inputs), [jnp.asarray(v) for v in case.inputs.values()]
-
-    def loss(*values):
-        kw = dict(zip(names, values, strict=True))
-        out, weights = _Tiled(sweeps=sweeps).route(
-            kw.pop("sources"), kw.pop("query"), num_heads=2, return_weights=True, **kw
-        )
-        return jnp.sum(out * case.cotangent) + jnp.sum(weights * weights_cotangent)
-
-    grads = jax.jit(jax.grad(loss, tuple(range(len(names)))))(*values)
-    want = solve(case.inputs, case.cotangent, 2, case.eps, weights_cotangent)[2]
-    for name, grad in zip(names, grads, strict=True):
+    d_weights = np.random.default_rng(1).standard_normal(case.weights.shape).astype(np.float32)
+    _, _, grads = _Tiled(sweeps=sweeps).run(case, d_weights=d_weights)
+    want = solve(case.inputs, case.cotangent, 2, case.eps, d_weights)[2]
+    for name, grad in grads.items():
         assert error(grad, want[name]) < GRADIENT["float32"], name
 
 
-@pytest.mark.parametrize("sweeps", [1, 2])
-@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.parametrize(
+    ("stacked", "sweeps"), quick([(True, 1), (False, 2), (True, 2), (False, 1)], lambda p: p[0] == (p[1] == 1))
+)
 def test_copies_do_not_race(stacked, sweeps):
     """Under the interpreter that models DMA, with memory that starts as NaN: no race, and the right numbers."""
     case = random_case(5, (37,), 24, 3, null_source=True, residual=True, gate=0.5)
@@ -119,19 +145,21 @@ def test_copies_do_not_race(stacked, sweeps):
         assert error(got, case.grads[name]) < GRADIENT["float32"], name
 
 
-def test_bfloat16_is_as_accurate_as_xla():
+@pytest.mark.parametrize(
+    ("dim", "heads", "sweeps"), quick([(128, 2, 1), (96, 3, 2), (128, 2, 2)], lambda p: p != (128, 2, 2))
+)
+def test_bfloat16_is_as_accurate_as_xla(dim, heads, sweeps):
     """Against float64 on the same rounded inputs. Heads of both layouts; one sweep and two."""
-    for dim, heads, sweeps in ((128, 2, 1), (128, 2, 2), (96, 3, 2)):
-        case = random_case(6, (32,), dim, heads, dtype="bfloat16", null_source=True, residual=True, gate=0.7)
-        ours = _Tiled(sweeps=sweeps).run(case, as_sequence=True)
-        xla = RouteContract()
-        xla.implementation = "xla"
-        theirs = xla.run(case, as_sequence=True)
-        assert error(ours[0], case.out) <= 1.01 * error(theirs[0], case.out)
-        for name, grad in ours[2].items():
-            # Where both are at float32's rounding, either may be the smaller; d_gate is one sum of mixed signs.
-            slack = 1e-5 if name == "gate" else 1e-6
-            assert error(grad, case.grads[name]) <= 1.01 * error(theirs[2][name], case.grads[name]) + slack, name
+    case = random_case(6, (32,), dim, heads, dtype="bfloat16", null_source=True, residual=True, gate=0.7)
+    ours = _Tiled(sweeps=sweeps).run(case, as_sequence=True)
+    xla = RouteContract()
+    xla.implementation = "xla"
+    theirs = xla.run(case, as_sequence=True)
+    assert error(ours[0], case.out) <= 1.01 * error(theirs[0], case.out)
+    for name, grad in ours[2].items():
+        # Where both are at float32's rounding, either may be the smaller; d_gate is one sum of mixed signs.
+        slack = 1e-5 if name == "gate" else 1e-6
+        assert error(grad, case.grads[name]) <= 1.01 * error(theirs[2][name], case.grads[name]) + slack, name
 
 
 def test_gradients_per_example():
@@ -140,9 +168,10 @@ def test_gradients_per_example():
     query = jnp.asarray(case.inputs["query"])
     loss = lambda q, s: jnp.sum(TestPallas().route(s, q, num_heads=3) ** 2)
     sources = jnp.asarray(case.inputs["sources"])
-    each = jax.jit(jax.vmap(jax.grad(loss), (None, 1)))(query, sources)
+    each = TestPallas().jit(jax.vmap(jax.grad(loss), (None, 1)))(query, sources)
+    one = TestPallas().jit(jax.grad(loss))
     for i in range(4):
-        assert error(each[i], jax.grad(loss)(query, sources[:, i])) < 2e-6
+        assert error(each[i], one(query, sources[:, i])) < 2e-6
 
 
 def test_vmap_over_one_source_of_several():
@@ -150,9 +179,9 @@ def test_vmap_over_one_source_of_several():
     a, b, c = jnp.asarray(case.inputs["sources"])
     many = jnp.stack([b, 2 * b])
     f = lambda b: TestPallas().route((a, b, c), jnp.asarray(case.inputs["query"]), num_heads=3)
-    out = jax.jit(jax.vmap(f))(many)
+    out, one = TestPallas().jit(jax.vmap(f))(many), TestPallas().jit(f)
     for i in range(2):
-        assert error(out[i], f(many[i])) < 1e-6
+        assert error(out[i], one(many[i])) < 1e-6
 
 
 def _kernels(jaxpr) -> list[str]:
@@ -271,7 +300,7 @@ def test_two_devices_share_one_query():
     query = jnp.asarray(case.inputs["query"] * case.inputs["norm_scale"])
     loss = lambda f: lambda s, q: jnp.sum(f(s, q) * case.cotangent)
     sources = jnp.asarray(case.inputs["sources"])
-    got = jax.jit(jax.grad(loss(sharded), (0, 1)))(sources, query)
-    want = jax.grad(loss(route), (0, 1))(sources, query)
+    got = TestPallas().jit(jax.grad(loss(sharded), (0, 1)))(sources, query)
+    want = TestPallas().jit(jax.grad(loss(route), (0, 1)))(sources, query)
     for a, b in zip(got, want, strict=True):
         assert error(a, b) < 1e-6

@@ -25,7 +25,7 @@ def one_device():
 @functools.cache
 def tiny_model(variant="mhar", **changes):
     """Two layers, vocabulary 257 (bytes), context 64, every parameter away from its special start."""
-    return scramble(build(tiny(variant, num_layers=2, vocab_size=257, context=64, **changes)))
+    return scramble(build(tiny(variant, **{"num_layers": 2, "vocab_size": 257, "context": 64, **changes})))
 
 
 def placed(model, mesh=None):

@@ -65,7 +65,10 @@ def mean_loss(graph, state, tokens):
 
 @functools.cache
 def scrambled(variant: str) -> dict:
-    """Everything about one scrambled tiny model: `config`, `params` (numpy), and what one program computes of it."""
+    """Everything about one scrambled tiny model: `config`, `params` (numpy), and what one program computes of it.
+
+    `program(state)` computes the same of another state, without being compiled again.
+    """
     model = scramble(build(shallow(variant)))
     graph, state = nnx.split(model)
 
@@ -76,10 +79,12 @@ def scrambled(variant: str) -> dict:
         weights = model.depth_weights(tokens[:, :-1]) if model.config.is_routed else None
         return {"loss": loss, "aux": aux, "grads": grads, "logits": model(tokens[:, :-1]), "weights": weights}
 
-    results = jax.tree.map(np.asarray, everything(state, jnp.asarray(TOKENS)))
+    program = functools.partial(everything, tokens=jnp.asarray(TOKENS))
+    results = jax.tree.map(np.asarray, program(state))
     results["grads_state"] = results["grads"]
     results["grads"] = pure(results["grads"])
-    return {"config": model.config, "params": pure(state), "graph": graph, "state": state, **results}
+    facts = {"config": model.config, "params": pure(state), "graph": graph, "state": state, "program": program}
+    return {**facts, **results}
 
 
 def pure(state) -> dict:

@@ -84,7 +84,7 @@ def test_a_step_lowers_the_loss_as_the_gradient_says(variant):
     squared = sum(float(np.sum(g.astype(np.float64) ** 2)) for g in jax.tree.leaves(run["grads"]))
     rate = 1e-3 / squared
     state = jax.tree.map(lambda p, g: p - rate * g, run["state"], run["grads_state"])
-    loss, _ = jit(mean_loss, static_argnums=0)(run["graph"], state, jnp.asarray(TOKENS))
+    loss = run["program"](state)["loss"]
     assert float(run["loss"] - loss) == pytest.approx(1e-3, rel=0.05)  # rate · |gradient|², to first order
 
 
@@ -116,9 +116,10 @@ def test_initial_values():
 
 @pytest.mark.parametrize("variant", ROUTED)
 def test_zero_queries_weigh_all_sources_equally(variant):
-    config = tiny(variant, num_layers=2, num_blocks=2)
-    model = build(config)
-    weights = jit(lambda s, t: nnx.merge(nnx.graphdef(model), s).depth_weights(t))(nnx.state(model), TOKENS)
+    run = scrambled(variant)
+    fresh = nnx.state(build(run["config"]))
+    weights = run["program"](fresh)["weights"]
+    assert len(weights) == num_sites(run["config"])
     for w in weights:
         np.testing.assert_allclose(w, 1 / w.shape[0], rtol=1e-6)
 
