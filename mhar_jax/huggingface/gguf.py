@@ -51,7 +51,10 @@ class GGUFFile:
     def field(self, name: str, default: Any = None) -> Any:
         """A field's value, or the default; UserError where it is missing and there is no default."""
         if name in self.fields:
-            return self.fields[name].contents()
+            try:
+                return self.fields[name].contents()
+            except Exception as error:  # the package raises many types
+                raise UserError(f"{self.path}: the field {name} cannot be read: {one_line(error)}") from None
         if default is None:
             raise UserError(f"{self.path}: the field {name} is missing")
         return default
