@@ -18,7 +18,7 @@ from mhar_kernels.pallas_stage_layout import Geometry, Operand, Ref, call, float
 from mhar_kernels.pallas_stage_math import (
     add_up,
     head_sums,
-    keyed_sum,
+    keyed_sums,
     load_scaled,
     logits,
     own_heads,
@@ -46,6 +46,11 @@ class Cotangents(NamedTuple):
 
     d_out: jax.Array  # [N, D, T]: dO
     delta: jax.Array  # [N, heads, T] float32: Δ
+
+
+def sites_at_once(block_size: int) -> int:
+    """Sites of one step of `pull`: a divisor of S, so that the step after a block starts on its last row."""
+    return max(n for n in range(1, 9) if block_size % n == 0)
 
 
 def pull_call(
@@ -80,36 +85,41 @@ def pull_call(
         for n in range(count):
             logit[n] = logits(lhs, sources[n], r[n]).reshape(chunk, g.heads, g.tile)
 
-        def add_site(i: Any) -> None:
-            rights = [lambda s, n=n: sources[n, s, :].astype(jnp.float32) for n in range(count)]
-            head_sums(g, lambda s: d_out[i, s, :].astype(jnp.float32), rights, dots)
-            for n in range(count):
-                a = jnp.exp(logit[n, i] - lse[i])
-                d_logit = a * (dots[n] - delta[i])
-                alpha[n] = a
-                d_key[n, i] = d_logit * r[n]
-                shared[n] += jnp.sum(d_logit * logit[n, i], axis=0, keepdims=True)
+        def add_sites(first: Any, together: int) -> None:
+            lefts = [lambda s, i=first + j: _wide(d_out, s, i) for j in range(together)]
+            head_sums(g, lefts, [lambda s, n=n: _wide(sources, s, n) for n in range(count)], dots)
+            for j in range(together):
+                i = first + j
+                for n in range(count):
+                    a = jnp.exp(logit[n, i] - lse[i])
+                    d_logit = a * (dots[j, n] - delta[i])
+                    alpha[j, n] = a
+                    d_key[n, i] = d_logit * r[n]
+                    shared[n] += jnp.sum(d_logit * logit[n, i], axis=0, keepdims=True)
 
             def add(head: Any, slices: list[Any]) -> None:
+                row = pl.ds(head, 1)
                 for s in slices:
-                    d = d_out[i, s, :].astype(jnp.float32)
+                    d = [_wide(d_out, s, first + j) for j in range(together)]
                     for n in range(count):
-                        acc[n, s, :] += alpha[n, pl.ds(head, 1), :] * d
+                        acc[n, s, :] += add_up([alpha[j, n, row, :] * d[j] for j in range(together)])
 
             g.each_piece(add)
 
-        pl.loop(0, jnp.minimum(chunk, sites - step * chunk))(add_site)
+        # Two sites at a time halve the loads and stores of the sums; the last chunk may leave one.
+        here = jnp.minimum(chunk, sites - step * chunk)
+        pl.loop(0, jax.lax.div(here, 2))(lambda pair: add_sites(2 * pair, 2))
+        if chunk % 2 or ragged % 2:
+            pl.when(jax.lax.rem(here, 2) == 1)(lambda: add_sites(here - 1, 1))
 
-        sums = []
-        for n in range(count):
-            keys = d_key[n].reshape(rows, g.tile)
-            acc[n] += keyed_sum(query, keys)
-            sums.append(query_sum(keys, sources[n]))
-        d_query[0, step] += own_heads(g, add_up(sums))
+        keys = [d_key[n].reshape(rows, g.tile) for n in range(count)]
+        for n, value in enumerate(keyed_sums(query, keys)):
+            acc[n] += value
+        d_query[0, step] += own_heads(g, add_up([query_sum(k, sources[n]) for n, k in enumerate(keys)]))
 
         @pl.when(step == steps - 1)
         def _() -> None:
-            store_scaled(g, acc, dots, out, out_scale)
+            store_scaled(g, acc, alpha.at[0], out, out_scale)
             out_shared[...] = shared[...]
 
     first = lambda at, step: at
@@ -152,8 +162,8 @@ def pull_call(
             float32(count, 1, g.tile),
             float32(count, chunk, g.heads, g.tile),
             float32(count, chunk, g.heads, g.tile),
-            float32(count, g.heads, g.tile),
-            float32(count, g.heads, g.tile),
+            float32(2, count, g.heads, g.tile),
+            float32(2, count, g.heads, g.tile),
         ],
         steps=steps,
         cost=cost,
@@ -198,10 +208,9 @@ def finish_call(
         turn_in(g, fresh, d_out)
         turn_in(g, mixed, turned)
         exact = lambda s: with_rest(_wide(turned, s), rest[0, s, :], "bfloat16")
-        head_sums(g, lambda s: _wide(d_out, s), [exact], dots)
-        if g.heads != g.num_heads:
-            dots[0, g.num_heads :, :] = jnp.zeros((g.heads - g.num_heads, g.tile), jnp.float32)
-        delta[0] = dots[0]
+        dots[...] = jnp.zeros(dots.shape, jnp.float32)
+        head_sums(g, [lambda s: _wide(d_out, s)], [exact], dots)
+        delta[0] = dots[0, 0]
         query = q[...].reshape(rows, g.dim)
         logit[...] = logits(stacked_parts(query, 3), sources[0], r[0]).reshape(sites, g.heads, g.tile)
 
@@ -216,9 +225,9 @@ def finish_call(
         shared[...] = pulled[2][0] if pulled else jnp.zeros(shared.shape, jnp.float32)
 
         def add_site(i: Any, d: Ref, row: Any, site_delta: jax.Array) -> None:
-            head_sums(g, lambda s: _wide(d, s, row), [lambda s: _wide(sources, s)], dots)
+            head_sums(g, [lambda s: _wide(d, s, row)], [lambda s: _wide(sources, s)], dots)
             a = jnp.exp(logit[i] - lse[i])
-            d_logit = a * (dots[0] - site_delta)
+            d_logit = a * (dots[0, 0] - site_delta)
             if isinstance(i, int):  # the first site of all reads one source: its weight is one whatever the query
                 d_logit = jnp.where(at == 0, 0.0, d_logit)
             alpha[...] = a
@@ -235,15 +244,16 @@ def finish_call(
         if sites > 1:
             pl.loop(1, sites)(lambda i: add_site(i, d_outs, i - 1, deltas[i - 1]))
         keys = d_key[...].reshape(rows, g.tile)
-        acc[...] += keyed_sum(query, keys)
+        acc[...] += keyed_sums(query, [keys])[0]
         d_query[0] += own_heads(g, query_sum(keys, sources[0]))
         factor = r[0] * r[0] * (1 / g.dim) * shared[...]
         turn_out(g, lambda features: acc[features, :] - factor * _wide(sources, features), out)
 
     own = lambda at, step: at
-    behind = (lambda at, step: at + 1) if sites > 1 else own  # with none, a row that is not used
+    others = lambda width: (
+        g.depth_spec(sites - 1, width, lambda at, step: at + 1) if sites > 1 else g.unread_spec(width)
+    )
     here = lambda at, step: position
-    count = max(sites - 1, 1)
     inputs = [
         Operand(cotangent, g.token_spec()),
         Operand(mix, g.token_spec()),
@@ -251,8 +261,8 @@ def finish_call(
         Operand(buffers.sources, g.depth_spec(1, g.dim, own)),
         Operand(buffers.inverse_rms, g.depth_spec(1, 1, own)),
         Operand(buffers.lse, g.depth_spec(sites, g.heads, own)),
-        Operand(later.d_out, g.depth_spec(count, g.dim, behind)),
-        Operand(later.delta, g.depth_spec(count, g.heads, behind)),
+        Operand(later.d_out, others(g.dim)),
+        Operand(later.delta, others(g.heads)),
         Operand(queries, g.query_spec(sites)),
         *(Operand(x, g.depth_spec(1, x.shape[1], here)) for x in given),
     ]
@@ -266,7 +276,7 @@ def finish_call(
     cost = pl.CostEstimate(
         flops=g.tokens * g.dim * (sites * (4 + 16 * g.heads) + 4),
         bytes_accessed=g.tokens
-        * (g.dim * (2 * (count + 5 + len(given) // 3) + 1) + 4 * (g.heads * (2 * sites + 3) + 2))
+        * (g.dim * (2 * (sites + 4 + len(given) // 3) + 1) + 4 * (g.heads * (2 * sites + 3) + 2))
         + 4 * g.dim * (rows + g.cores * sites),
         transcendentals=g.tokens * rows,
     )
@@ -282,7 +292,7 @@ def finish_call(
             pltpu.VMEM((1, g.dim, g.tile), mix.dtype),
             float32(sites, g.heads, g.tile),
             float32(sites, g.heads, g.tile),
-            float32(1, g.heads, g.tile),
+            float32(1, 1, g.heads, g.tile),
             float32(g.heads, g.tile),
             float32(1, g.tile),
         ],

@@ -187,14 +187,15 @@ def merge_call(
 
     own = lambda at, step: at
     here = lambda at, step: position
-    block_rows = (lambda at, step: at - position) if position else own  # with none, a row that is not used
-    count = max(position, 1)
+    block_rows = lambda width: (
+        g.depth_spec(position, width, lambda at, step: at - position) if position else g.unread_spec(width)
+    )
     inputs = [
         Operand(source, g.token_spec()),
-        Operand(buffers.sources, g.depth_spec(count, g.dim, block_rows)),
-        Operand(buffers.inverse_rms, g.depth_spec(count, 1, block_rows)),
-        Operand(buffers.lse, g.depth_spec(1, g.heads, own)),
-        Operand(buffers.rest, g.depth_spec(1, g.dim, own)),
+        Operand(buffers.sources, block_rows(g.dim)),
+        Operand(buffers.inverse_rms, block_rows(1)),
+        Operand(buffers.lse, g.unread_spec(g.heads)),
+        Operand(buffers.rest, g.unread_spec(g.dim)),
         Operand(queries, g.query_spec(1)),
         *(Operand(x, g.depth_spec(1, x.shape[1], here)) for x in given),
     ]
@@ -207,7 +208,8 @@ def merge_call(
     ]
     cost = pl.CostEstimate(
         flops=g.tokens * g.dim * (2 * (others + 2) + 6 * g.heads * (position + 1)),
-        bytes_accessed=g.tokens * (2 * g.dim * (count + 4 + len(given) // 3) + 4 * (count + 1 + 4 * g.heads))
+        bytes_accessed=g.tokens
+        * (g.dim * (2 * (position + 3 + len(given) // 3) + 1) + 4 * (position + 1 + 3 * g.heads))
         + 4 * g.heads * g.dim,
         transcendentals=g.tokens * g.heads * (others + 2),
     )

@@ -122,6 +122,10 @@ class Geometry:
             lambda c, t, j, at: (start(at[0], j), 0, pl.multiple_of(self._tile(c, t) * self.tile, self.tile)),
         )
 
+    def unread_spec(self, width: int) -> pl.BlockSpec:
+        """Of a buffer [depth, width, T] that is only taken over: some block, always the same, so that it comes once."""
+        return pl.BlockSpec((1, width, self.tile), lambda c, t, j, at: (0, 0, 0))
+
     def chunk_spec(self, count: int, width: int, start: Callable[[Any], Any]) -> pl.BlockSpec:
         """Blocks of [depth, width, T] by tile: chunk start(step) of `count` rows; the last may hang over the end."""
         return pl.BlockSpec((count, width, self.tile), lambda c, t, j, at: (start(j), 0, self._tile(c, t)))

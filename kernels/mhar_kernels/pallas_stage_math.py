@@ -40,12 +40,21 @@ def logits(query_parts: jax.Array, source: jax.Array, inverse_rms: jax.Array) ->
     return (product[:rows] + (product[rows : 2 * rows] + product[2 * rows :])) * inverse_rms
 
 
-def keyed_sum(queries: jax.Array, d_keys: jax.Array) -> jax.Array:
-    """Σ over rows of (dℓ r) q̃: [D, R] float32 of queries [rows, D] and d_keys [rows, R]; to 16 bits."""
-    q_high, q_low = (p.astype(jnp.bfloat16) for p in parts(queries, 2))
-    k_high, k_low = (p.astype(jnp.bfloat16) for p in parts(d_keys, 2))
+def keyed_sums(queries: jax.Array, d_keys: Sequence[jax.Array]) -> list[jax.Array]:
+    """Σ over rows of (dℓ r) q̃: [D, R] float32 for each of d_keys [rows, R], of queries [rows, D]; to 16 bits.
+
+    All of d_keys are one operand, so that the queries are turned once; and both parts of a query meet a key in one
+    product, since the matrix unit sums over 128 rows at the price of fewer.
+    """
+    queries_high, queries_low = parts(queries, 2)
+    highs, lows = zip(*(parts(k, 2) for k in d_keys), strict=True)
+    high, low = (jnp.concatenate(k, axis=1).astype(jnp.bfloat16) for k in (highs, lows))
+    both = jnp.concatenate([queries_high, queries_low], axis=0).astype(jnp.bfloat16)
     contract = ((0,), (0,))
-    return dot(q_high, k_high, contract) + (dot(q_high, k_low, contract) + dot(q_low, k_high, contract))
+    total = dot(both, jnp.concatenate([high, high], axis=0), contract)
+    total = total + dot(queries_high.astype(jnp.bfloat16), low, contract)
+    width = d_keys[0].shape[1]
+    return [total[:, n * width : (n + 1) * width] for n in range(len(d_keys))]
 
 
 def query_sum(d_keys: jax.Array, source: jax.Array) -> jax.Array:
@@ -83,19 +92,24 @@ def inverse_rms(geometry: Geometry, source: Ref, total: Ref) -> jax.Array:
     return jax.lax.rsqrt(total[...] / geometry.dim + geometry.eps)
 
 
-def head_sums(geometry: Geometry, left: Any, rights: Sequence[Any], out: Ref) -> None:
-    """out[n, h] = <left[h], rights[n][h]>; left(rows) and right(rows) give [.., R] float32. Other heads are left."""
+def head_sums(geometry: Geometry, lefts: Sequence[Any], rights: Sequence[Any], out: Ref) -> None:
+    """out[i, n, h] = <lefts[i][h], rights[n][h]>, each a function of rows that gives [.., R] float32.
+
+    Padded heads keep what is in `out`, or get zeros.
+    """
     several = geometry.piece != geometry.width
     if several:
         out[...] = jnp.zeros(out.shape, jnp.float32)
 
     def add(head: Any, slices: list[Any]) -> None:
-        values = [left(rows) for rows in slices]
+        row = pl.ds(head, 1)
+        values = [[left(s) for s in slices] for left in lefts]
         for n, right in enumerate(rights):
-            terms = add_up([v * right(rows) for v, rows in zip(values, slices, strict=True)])
-            total = jnp.sum(terms, axis=0, keepdims=True)
-            row = pl.ds(head, 1)
-            out[n, row, :] = out[n, row, :] + total if several else total
+            others = [right(s) for s in slices]
+            for i, value in enumerate(values):
+                terms = add_up([v * w for v, w in zip(value, others, strict=True)])
+                total = jnp.sum(terms, axis=0, keepdims=True)
+                out[i, n, row, :] = out[i, n, row, :] + total if several else total
 
     geometry.each_piece(add)
 

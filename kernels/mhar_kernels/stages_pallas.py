@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhar_kernels.pallas_stage_backward import Cotangents, Pulled, finish_call, pull_call
+from mhar_kernels.pallas_stage_backward import Cotangents, Pulled, finish_call, pull_call, sites_at_once
 from mhar_kernels.pallas_stage_forward import Buffers, Partial, merge_call, mix_call, sources_at_once
 from mhar_kernels.pallas_stage_layout import LANES, MIB, VMEM_BUDGET, Geometry
 from mhar_kernels.schedule import Plan
@@ -49,7 +49,7 @@ def unsupported(dtype: str, dim: int, num_heads: int, block_size: int, *, interp
         return None
     if dim % LANES or geometry.width % 16:
         return f"they take a width of whole lane tiles and heads of a multiple of 16, got {dim} and {geometry.width}"
-    chunk = sources_at_once(block_size)
+    chunk = sites_at_once(block_size)
     # Of `pull`, the largest: the block's sources, a chunk of cotangents and the result, twice; and the sums.
     needed = dim * LANES * (2 * 2 * (2 * block_size + chunk) + 4 * block_size)
     if needed > VMEM_BUDGET:
@@ -97,7 +97,7 @@ def begin(plan: Plan, history: History) -> Later:
 def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Later, Pulled]:
     """See `schedule.Stages`."""
     g = _geometry_of(plan, history)
-    pulled, d_query = _pull(g, block, sources_at_once(plan.block_size), history, later.cotangents)
+    pulled, d_query = _pull(g, block, sites_at_once(plan.block_size), history, later.cotangents)
     return later._replace(d_queries=(*later.d_queries, d_query)), pulled
 
 
