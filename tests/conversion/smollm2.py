@@ -8,13 +8,14 @@
         # its name, megabytes and number of paragraphs, and tabs between. Writes DIR/part-0, part-1, ...: all that
         # `pairs` needs as a tar archive, in pieces of at most 38 MB
     cat DIR/part-* | tar -x; python tests/conversion/smollm2.py pairs OUT.json --minutes 8
-        # plain continued training, then delta_block with 1 and with 3 heads, each for as many steps as fit, on the same
-        # batches; needs neither Orbax nor Grain
+        # plain continued training, then delta_block with 1 and with 3 heads, each for the config's steps or as many as
+        # fit, on the same batches; needs neither Orbax nor Grain
 
 `pairs` holds out a whole source (the Brown corpus): paragraphs of one source are too much alike.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import io
 import json
@@ -23,7 +24,7 @@ import math
 import pathlib
 import tarfile
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 HELD_OUT = "brown"
 PIECE = 38_000_000  # bytes
@@ -106,7 +107,15 @@ def token_windows(data: pathlib.Path, seq_len: int) -> tuple[Any, Any]:
     return windows([n for n in texts if n != HELD_OUT]), windows([HELD_OUT])
 
 
-def pairs(out: pathlib.Path, data: pathlib.Path, minutes: float, overrides: list[str], most_steps: int | None) -> None:
+class Programs(NamedTuple):
+    """A model and its compiled programs."""
+
+    trainer: Any
+    step: Any
+    evaluate: Any
+
+
+def pairs(out: pathlib.Path, data: pathlib.Path, minutes: float, overrides: list[str]) -> None:
     """Trains the three models on the same batches and writes what they reached."""
     import jax
     import numpy as np
@@ -136,48 +145,62 @@ def pairs(out: pathlib.Path, data: pathlib.Path, minutes: float, overrides: list
     def place(trainer: Any, rows: Any) -> Any:
         return jax.device_put(rows, trainer.batch.sharding)
 
-    def make(name: str, steps: int) -> Any:
-        variant, heads = VARIANTS[name]
-        model = dataclasses.replace(base.model, variant=variant, routing_heads=heads)
-        return make_trainer(dataclasses.replace(base, model=model, steps=steps), mesh)
+    def compile_all(steps: int) -> dict[str, Programs]:
+        """Everything that runs, compiled side by side: a fresh process would spend most of its minutes here."""
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            waiting = {}
+            for name, (variant, heads) in VARIANTS.items():
+                model = dataclasses.replace(base.model, variant=variant, routing_heads=heads)
+                trainer = make_trainer(dataclasses.replace(base, model=model, steps=steps), mesh)
+                step = pool.submit(lambda t: t.step.lower(t.shapes, t.batch).compile(), trainer)
+                evaluate = pool.submit(lambda t: t.evaluate.lower(t.shapes["params"], t.batch).compile(), trainer)
+                waiting[name] = (trainer, step, evaluate)
+            return {
+                name: Programs(t, step.result(), evaluate.result()) for name, (t, step, evaluate) in waiting.items()
+            }
 
     # ---- How long a step takes, to know how many fit.
+    programs = compile_all(base.steps)
+    say("compiled")
     seconds: dict[str, float] = {}
-    for name in VARIANTS:
-        trainer = make(name, base.steps)
+    for name, (trainer, step_program, _) in programs.items():
         state = trainer.start(read_start(trainer.config, trainer))
         tokens = place(trainer, batch_of(0))
-        state, metrics = trainer.step(state, tokens)
+        state, metrics = step_program(state, tokens)
         jax.block_until_ready(metrics)
         first = time.monotonic()
         for _ in range(5):
-            state, metrics = trainer.step(state, tokens)
+            state, metrics = step_program(state, tokens)
         jax.block_until_ready(metrics)
         seconds[name] = (time.monotonic() - first) / 5
         say(f"{name}: {seconds[name] * 1e3:.1f} ms a step")
         del state, metrics
-    # Compiling a second time (the schedule is part of the program) and evaluating are left a third of the time.
+    steps = base.steps
     left = minutes * 60 - (time.monotonic() - begun)
-    steps = max(int(left * 0.65 / sum(seconds.values())), 2)
-    steps = steps if most_steps is None else min(steps, most_steps)
+    evaluations_cost = 12 * len(held_out) / batch / 3  # a forward pass is a third of a step
+    fitting = int(0.9 * left / sum(seconds.values()) - evaluations_cost)
+    if fitting < steps:  # the schedule is part of the program
+        begun_again = time.monotonic()
+        say(f"{steps} steps do not fit, {fitting} would; compiling for fewer")
+        programs = compile_all(steps := max(fitting * 2 // 3, 2))
+        say(f"compiled again in {time.monotonic() - begun_again:.0f} s")
     every = max(steps // 10, 1)
     say(f"{steps} steps of {batch * base.seq_len:,} tokens each, {steps * batch / len(train):.2f} epochs")
 
     results: dict[str, Any] = {}
-    for name in VARIANTS:
-        trainer = make(name, steps)
+    for name, (trainer, step_program, evaluate_program) in programs.items():
         state = trainer.start(read_start(trainer.config, trainer))
 
-        def evaluate(params: Any, trainer: Any = trainer) -> list[float]:
+        def evaluate(params: Any, trainer: Any = trainer, program: Any = evaluate_program) -> list[float]:
             """Mean loss of each held-out batch."""
             rows = held_out.astype(np.int32).reshape(-1, batch, held_out.shape[1])
-            sums = jax.device_get([trainer.evaluate(params, place(trainer, r)) for r in rows])
+            sums = jax.device_get([program(params, place(trainer, r)) for r in rows])
             return [float(s["nll"] / s["tokens"]) for s in sums]
 
         curve, evaluations, waiting = [], [{"step": 0, "loss": evaluate(state["params"])}], []
         first = time.monotonic()
         for step in range(steps):
-            state, metrics = trainer.step(state, place(trainer, batch_of(step)))
+            state, metrics = step_program(state, place(trainer, batch_of(step)))
             waiting.append(metrics["loss"])
             if (step + 1) % every == 0 or step + 1 == steps:
                 curve += [float(x) for x in jax.device_get(waiting)]
@@ -230,10 +253,7 @@ if __name__ == "__main__":
     p.add_argument("out", type=pathlib.Path)
     p.add_argument("--data", type=pathlib.Path, default=pathlib.Path("smollm2"), help="what the archive holds")
     p.add_argument("--minutes", type=float, default=8.0, help="for everything, compiling included")
-    p.add_argument("--steps", type=int, help="at most")
-    p.add_argument("overrides", nargs="*", help="of the config, as --batch_size=8 behind a --")
+    p.add_argument("overrides", nargs="*", help="of the config, behind a --: as -- --steps=200")
     options = vars(parser.parse_args())
     chosen = options.pop("command")
-    if chosen == "pairs":
-        options["most_steps"] = options.pop("steps")
     {"check": check, "bundle": bundle, "pairs": pairs}[chosen](**options)

@@ -82,8 +82,8 @@ def test_bundle_and_pairs(tmp_path, monkeypatch, capsys):
 
     overrides = ["--batch_size=8", "--seq_len=16", "--model.vocab_size=258", "--model.compute_dtype=float32"]
     overrides += [f"--model.{name}={value}" for name, value in SHAPE.items()]
-    overrides += ["--mesh.data=8", "--optimizer.warmup_steps=2", "--optimizer.peak_lr=0.01"]
-    script.pairs(tmp_path / "out.json", tmp_path / "smollm2", 5.0, overrides, 4)
+    overrides += ["--mesh.data=8", "--optimizer.warmup_steps=2", "--optimizer.peak_lr=0.01", "--steps=4"]
+    script.pairs(tmp_path / "out.json", tmp_path / "smollm2", 30.0, overrides)
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["steps"] == 4
     plain, *routed = (found["runs"][name] for name in script.VARIANTS)
