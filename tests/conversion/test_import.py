@@ -19,9 +19,11 @@ from safetensors.numpy import load_file, save_file
 
 from mhar_jax import load_model
 from mhar_jax.config.schema import MeshConfig
+from mhar_jax.conversion import writer
 from mhar_jax.conversion.importing import import_checkpoint
 from mhar_jax.conversion.sources import open_source
 from mhar_jax.errors import UserError
+from mhar_jax.huggingface import safetensors
 from mhar_jax.inference import open_checkpoint
 from mhar_jax.sharding import make_mesh
 from mhar_jax.training.checksums import examine, part_checksum
@@ -230,3 +232,27 @@ def test_a_failed_write_leaves_nothing(tools, run, tmp_path, monkeypatch):
     monkeypatch.setattr(importing, "record", full)
     assert "No space left on device" in run("import", tools.fixtures / "tiny-qwen3", tmp_path / "out").one_sentence()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_arrays_larger_than_a_slice(tools, run, tmp_path, monkeypatch):
+    """With slices of 4 KiB instead of 64 MiB everything is written in many parts, there and back."""
+    monkeypatch.setattr(safetensors, "MOST_AT_ONCE", 4096)
+    monkeypatch.setattr(writer, "MOST_AT_ONCE", 4096)
+    source = tools.fixtures / "tiny-llama31"
+    assert run("import", source, tmp_path / "out", "--tensor=2").code == 0
+    import tensorstore as ts
+
+    store = ts.open(writer.parameter_store(tmp_path / "out" / "checkpoints" / "0" / "params", "embedding"), open=True)
+    assert store.result().chunk_layout.write_chunk.shape == (16, 64)  # 4 KiB; 16 rows divide a shard's 160
+    tools.assert_same(*(tools.parameters(load_model(p)[0]) for p in (tmp_path / "out", source)))
+    assert run("export", tmp_path / "out", tmp_path / "hf").code == 0
+    tools.assert_same(*(load_file(p / "model.safetensors") for p in (tmp_path / "hf", source)))
+
+
+@pytest.mark.parametrize(
+    ("rows", "most", "expected"),
+    [(7, 10, 7), (0, 10, 1), (96, 50, 48), (97, 50, 50), (100, 7, 5), (128256, 4096, 4008)],
+)
+def test_rows_of_a_piece(rows, most, expected):
+    """A divisor where there is a large one; else the most that fit."""
+    assert writer._rows_of_a_piece(rows, most) == expected
