@@ -70,10 +70,10 @@ class _Tiled(TestPallas):
 @pytest.mark.parametrize(
     ("tokens", "rows", "chunk", "sweeps"),
     [
-        (24, 8, 3, 1),  # three tiles over two cores; chunks of 1, 3 and 3 sources
-        pytest.param(24, 8, 3, 2, marks=pytest.mark.slow),
-        pytest.param(29, 8, 7, 1, marks=pytest.mark.slow),
-        (29, 8, 7, 2),  # a ragged last tile; one chunk
+        (24, 8, 3, 2),  # three tiles over two cores; chunks of 1, 3 and 3 sources
+        pytest.param(24, 8, 3, 1, marks=pytest.mark.slow),
+        (29, 8, 7, 1),  # a ragged last tile; one chunk
+        pytest.param(29, 8, 7, 2, marks=pytest.mark.slow),
         (5, 8, 2, 1),  # less than a tile
         pytest.param(5, 8, 2, 2, marks=pytest.mark.slow),
     ],
