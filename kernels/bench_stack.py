@@ -3,8 +3,8 @@
     python kernels/bench_stack.py --out results.json [--shapes 100m 350m 1b] [--blocks 4 8] [--profile]
 
 Each sample is the device's throughput over several runs of one jitted program, queued without waiting. `floor` is the
-rows that the schedule must move (`rows`) at the copy bandwidth of the same run. `--profile` adds the time of each
-kernel from a trace. A shallow stack of the same width is first compared with plain jnp.
+rows that the schedule moves (`mhar_kernels/traffic.py`) at the copy bandwidth of the same run. `--profile` adds the
+time of each kernel from a trace. A shallow stack of the same width is first compared with plain jnp.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from bench_route import copy_bandwidth, environment
-from mhar_kernels import depth_stack
+from mhar_kernels import depth_stack, stages_triton, traffic
 from mhar_kernels.tune import time_program
 
 SHAPES = {  # sites, tokens, width, heads
@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="JSON file of the results")
     parser.add_argument("--shapes", nargs="*", default=["100m", "350m", "1b"], choices=SHAPES)
-    parser.add_argument("--blocks", nargs="*", type=int, default=[8])
+    parser.add_argument("--blocks", nargs="*", type=int, help="block sizes S; default: as chosen by itself")
     parser.add_argument("--implementations", nargs="*", default=["triton"])
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
@@ -47,7 +47,7 @@ def main() -> None:
     print(json.dumps(report["environment"]), f"copy {copy:.2f} TB/s", flush=True)
     for shape in options.shapes:
         for implementation in options.implementations:
-            for block in options.blocks:
+            for block in options.blocks or [traffic.best_block_size(SHAPES[shape][0], stages_triton.COSTS)]:
                 row = measure(shape, implementation, block, copy, options.profile)
                 report["rows"].append(row)
                 print(line(row), flush=True)
@@ -86,7 +86,7 @@ def measure(shape: str, implementation: str, block: int, copy: float, profile: b
 
     row = {"shape": shape, "sites": sites, "tokens": tokens, "dim": dim, "heads": heads}
     row |= {"block": block, "implementation": implementation, "errors": errors}
-    moved = rows(sites, block)
+    moved = {"forward": traffic.forward_rows(sites, block), "forward_backward": sum(traffic.rows(sites, block))}
     for name, f, operands in (
         ("forward", forward, (x, queries)),
         ("forward_backward", both, (x, queries, cotangent)),
@@ -122,23 +122,6 @@ def check(dim: int, heads: int, implementation: str) -> list[float]:
 
     pairs = zip(both(x, queries, implementation), both(x, queries, "xla"), strict=True)
     return [error(a, b) for a, b in pairs]
-
-
-def rows(sites: int, block: int) -> dict[str, float]:
-    """Rows of D 16-bit numbers a token that the schedule moves."""
-    forward = backward = 0.0
-    for start in range(0, sites, block):
-        size = min(block, sites - start)
-        later = sites - start - size
-        if start:
-            forward += start + size  # mix: the sources before, a part a site
-        if later:
-            backward += later + 2 * size  # pull: later cotangents, own sources, a part a source
-        for j in range(size):
-            forward += 1 + j + (1 if start else 0) + 2.5  # merge: source, those in the block, part; source, mix, rest
-            backward += 3.5 + (size - j - 1) + (1 if later else 0) + 2  # finish; cotangent and gradient written
-    query = sites
-    return {"forward": forward, "forward_backward": forward + backward + query}
 
 
 def copies(text: str, size: int) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mhar_kernels import schedule, stages_xla, varying
+from mhar_kernels import schedule, stages_xla, traffic, varying
 from mhar_kernels.api import depth_route
 from mhar_kernels.stages_sharded import ShardedStages, TokenShards
 from mhar_kernels.target import current_platform
@@ -16,8 +16,9 @@ from mhar_kernels.twofloat import two_prod
 
 Sublayer = Callable[[Any, jax.Array], jax.Array]
 
-# Sites a block where block_size is None. In plain jnp every stage is a few fused operations whatever S, so S only
-# bounds how often a source is read again; on two CPU cores S = 3 and S = 9 took the same time on nine sites.
+# Sites a block where block_size is None, but on GPUs, where `traffic.py` chooses. In plain jnp every stage is a few
+# fused operations whatever S, so S only bounds how often a source is read again; on two CPU cores S = 3 and S = 9 took
+# the same time on nine sites.
 _BLOCK_SIZE = 8
 
 
@@ -42,8 +43,8 @@ def depth_stack(
     `queries[i]`. The same values and gradients as n + 1 calls of `depth_route`, to rounding, and differentiable in x,
     params, queries, norm_scales, and whatever the sublayers close over.
 
-    With "xla" the stack runs by blocks of sites (`schedule.py`), which moves far less than site by site. "reference"
-    and the two kernel backends run it site by site.
+    The stack runs by blocks of sites (`schedule.py`), which moves far less than site by site. Site by site run:
+    "reference"; "triton" with float32 storage or heads narrower than 16; and "pallas_tpu" where a block does not fit.
 
     Args:
       sublayers: n pure functions `(params_i, h [..., D]) -> [..., D]`, in x's dtype.
@@ -98,8 +99,7 @@ def depth_stack(
             route = shards.map(route, (shards.spec, P(), P()), shards.spec)
         return route(sources, queries[i], None if norm_scales is None else norm_scales[i])
 
-    size = min(block_size or _BLOCK_SIZE, n + 1)
-    stages = _stages(implementation, interpret, x, num_heads, size)
+    stages, size = _stages(implementation, interpret, x, num_heads, n + 1, block_size)
     if stages is not None:
         jax.eval_shape(lambda x: site(0, [x]), x)  # checks every argument as depth_route does
         if shards is not None:
@@ -117,27 +117,29 @@ def depth_stack(
 
 
 def _stages(
-    implementation: str | None, interpret: bool, x: jax.Array, num_heads: int, block_size: int
-) -> schedule.Stages | None:
-    """Whose stages run the stack by blocks; None: site by site."""
+    implementation: str | None, interpret: bool, x: jax.Array, num_heads: int, sites: int, block_size: int | None
+) -> tuple[schedule.Stages | None, int]:
+    """Whose stages run the stack by blocks, None for site by site; and the sites of a block."""
     platform = current_platform()
-    if x.dtype == jnp.float64:
-        return None
-    if implementation == "xla" or (implementation is None and platform == "cpu"):
-        return stages_xla
-    gpu = platform == "gpu" and importlib.util.find_spec("jax_triton") is not None
-    if implementation == "triton" or (implementation is None and platform == "gpu"):
+    size = min(block_size or _BLOCK_SIZE, sites)
+    if x.dtype == jnp.float64 or implementation == "reference":
+        return None, size
+    has_triton = importlib.util.find_spec("jax_triton") is not None
+    name = implementation or {"gpu": "triton" if has_triton else "xla", "tpu": "pallas_tpu"}.get(platform, "xla")
+    if name == "xla":
+        return stages_xla, size
+    if name == "triton" and (interpret or (platform == "gpu" and has_triton)):
         from mhar_kernels import stages_triton
 
-        if (gpu or interpret) and stages_triton.supports(x.dtype, x.shape[-1] // num_heads):
-            return stages_triton
-    if implementation == "pallas_tpu" or (implementation is None and platform == "tpu"):
+        if stages_triton.supports(x.dtype, x.shape[-1] // num_heads):
+            return stages_triton, min(block_size or traffic.best_block_size(sites, stages_triton.COSTS), sites)
+    if name == "pallas_tpu" and (interpret or platform == "tpu"):
         from mhar_kernels import stages_pallas
 
-        kind = (x.dtype.name, x.shape[-1], num_heads, block_size)
-        if (platform == "tpu" or interpret) and stages_pallas.unsupported(*kind, interpret=interpret) is None:
-            return stages_pallas
-    return None
+        kind = (x.dtype.name, x.shape[-1], num_heads, size)
+        if stages_pallas.unsupported(*kind, interpret=interpret) is None:
+            return stages_pallas, size
+    return None, size
 
 
 def _in_blocks(plan: schedule.Plan, stages: schedule.Stages, params, x, queries, norm_scales) -> jax.Array:

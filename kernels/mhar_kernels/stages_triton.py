@@ -1,4 +1,4 @@
-"""The stages of the depth-blocked schedule on GPUs, through jax-triton: launches of the kernels in `stage_kernels`.
+"""The stages of the depth-blocked schedule on GPUs, through jax-triton: launches of the kernels in `triton_stage_*.py`.
 
 `schedule.Stages` says what each stage is for. Tokens are flattened to one axis [T]. Histories live in buffers of full
 depth that kernels write in place; the first kernel that writes a buffer makes it. 16-bit storage only.
@@ -12,9 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from triton.runtime.jit import JITFunction
 
-from mhar_kernels import stage_kernels, triton_launch
+from mhar_kernels import traffic, triton_launch, triton_stage_heads, triton_stage_rows
 from mhar_kernels.schedule import Plan
 
+# Time a row of each stage, in units of a row at copy bandwidth, as measured on an H200 (README.md). From these
+# `traffic.best_block_size` finds S.
+COSTS = traffic.Rows(mix=1.7, merge=1.3, pull=2.2, finish=1.85, query=1.7)
 # Steps in flight through shared memory, by kernel.
 _STAGES = {"merge": 3, "mix": 2, "pull": 2, "finish": 3, "query": 3}
 # Fewest rows of one token in a product of 16 rows: 16 / this many tokens share a program.
@@ -65,7 +68,7 @@ def merge(plan: Plan, history: History, site: int, source: jax.Array, outside) -
     old = history[3:7]
     *buffers, mix, rest = _call(
         shape,
-        stage_kernels.merge_kernel,
+        triton_stage_rows.merge_kernel,
         [
             source.reshape(shape.tokens, shape.dim),
             history.queries,
@@ -82,7 +85,9 @@ def merge(plan: Plan, history: History, site: int, source: jax.Array, outside) -
         warps=shape.row_warps,
         aliases={} if site == 0 else {4 + i: i for i in range(4)},
     )
-    history = History(*history[:3], *buffers, (*history.rests, rest))
+    sources, inverse_rms, lse, logits = buffers
+    new = {"sources": sources, "inverse_rms": inverse_rms, "lse": lse, "logits": logits}
+    history = history._replace(**new, rests=(*history.rests, rest))
     return history, mix.reshape(source.shape)
 
 
@@ -93,7 +98,7 @@ def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Arra
     together = shape.together("mix")
     results = _call(
         shape,
-        stage_kernels.mix_kernel,
+        triton_stage_heads.mix_kernel,
         [history.sources, history.inverse_rms, history.high, history.low, shape.tokens, block.start, len(block)],
         shape.partial(),
         {**shape.heads(), "SB": together, "STAGES": _STAGES["mix"]},
@@ -128,7 +133,7 @@ def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Late
     together = shape.together("pull")
     keys, *partial = _call(
         shape,
-        stage_kernels.pull_kernel,
+        triton_stage_heads.pull_kernel,
         inputs,
         [shape.later()[2], *shape.partial()],
         {**shape.heads(), "N": shape.depth, "SB": together, "STAGES": _STAGES["pull"]},
@@ -148,7 +153,7 @@ def finish(
     first = site == plan.num_sites - 1
     *buffers, d_source = _call(
         shape,
-        stage_kernels.finish_kernel,
+        triton_stage_rows.finish_kernel,
         [
             cotangent.reshape(shape.tokens, shape.dim),
             mix.reshape(shape.tokens, shape.dim),
@@ -167,7 +172,7 @@ def finish(
             block.stop,
         ],
         [*shape.later(), shape.row()],
-        {**shape.rows(), "SB": _power_of_two(shape.block), "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
+        {**shape.rows(), "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
         (shape.tokens,),
         warps=shape.row_warps,
         aliases={} if first else {10 + i: i for i in range(3)},
@@ -188,7 +193,7 @@ def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
     chunks = -(-shape.tokens // chunk)
     (partial,) = _call(
         shape,
-        stage_kernels.query_kernel,
+        triton_stage_heads.query_kernel,
         [history.sources, later.keys, shape.tokens, chunk],
         [jax.ShapeDtypeStruct((chunks, shape.depth, shape.dim), jnp.float32)],
         {
@@ -247,8 +252,8 @@ class _Shape(NamedTuple):
 
     @property
     def row_warps(self) -> int:
-        """Of kernels that hold whole rows: up to 40 features a lane."""
-        return min(16, max(1, _power_of_two(-(-self.dim // 1280))))
+        """Of kernels that hold whole rows: up to 20 features a lane. (16 at D 512, where two warps were slower.)"""
+        return min(16, max(1, _power_of_two(-(-self.dim // 640))))
 
     @property
     def head_warps(self) -> int:

@@ -1,0 +1,236 @@
+"""The Triton kernels of the depth-blocked schedule that work inside a block; `stages_triton` launches them.
+
+One program takes one token's rows, held as in `triton_kernels` (C tiles [HB, 1, L]), and walks the few rows of the
+block: `merge` forward, `finish` backward. What lies outside the loop is asked for before it, so that it arrives
+together; `finish` uses it before the loop, since registers are what limits how many tokens are in flight.
+
+Rows are 16-bit numbers. Buffers indexed by a token come token first, so that what one program wants of all sites lies
+together. In-place buffers are outputs that alias an input, named `unused_*` here.
+"""
+
+# Triton compiles a subset of Python: no starred tuples, and a tuple grows by assignment.
+# ruff: noqa: RUF005, B007
+# mypy: disable-error-code="assignment,var-annotated"
+
+import triton
+import triton.language as tl
+
+from mhar_kernels.triton_kernels import _load_row, _rest_unit, _store_row
+
+
+@triton.jit
+def _dot_rows(a, b, HB: tl.constexpr, L: tl.constexpr, C: tl.constexpr):
+    """<a[h], b[h]> of two rows held as tiles: [HB, 1, 1] float32."""
+    total = tl.zeros((HB, 1, L), tl.float32)
+    for c in tl.static_range(C):
+        total += a[c] * b[c]
+    return tl.sum(total, axis=2, keep_dims=True)
+
+
+@triton.jit
+def _wide(row, C: tl.constexpr):
+    tiles = ()
+    for c in tl.static_range(C):
+        tiles = tiles + (row[c].to(tl.float32),)
+    return tiles
+
+
+@triton.jit
+def merge_kernel(
+    source,  # [T, D]: the source of this site
+    queries,  # float32 [N, D]: effective
+    outside,  # [S, T, D]: `mix` of the block, or unused
+    outside_lse,  # float32 [S, T, H]
+    unused_sources,
+    unused_rms,
+    unused_lse,
+    unused_logits,
+    tokens,
+    site,
+    start,  # first site of the block
+    sources,  # [N, T, D], in place
+    inverse_rms,  # float32 [T, NP], in place
+    lse,  # float32 [T, H, NP], in place
+    logits,  # float32 [T, N, S, H], in place: of each site, inside its block
+    mix,  # [T, D]
+    rest,  # int8 [T, D]: what rounding took from the mix, in 2**-8 of its spacing
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    HB: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    S: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    EPS: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One token a program: the newest source enters the history, and the site's mix is finished.
+
+    Everything that lies outside the loop is asked for before it and used after it, so that it arrives meanwhile.
+    """
+    t = tl.program_id(0).to(tl.int64)
+    stride = tokens.to(tl.int64) * D
+    heads = tl.arange(0, HB)[:, None, None]
+    own = logits + ((t * N + site) * S) * H + heads
+    q = _load_row(queries + site * D, H, K, HB, L, C)
+    newest = _load_row(source + t * D, H, K, HB, L, C, source.dtype.element_ty)
+    if OUTSIDE:
+        before = tl.load(
+            outside_lse + ((site - start) * tokens.to(tl.int64) + t) * H + heads, mask=heads < H, other=-1e30
+        )
+        part = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C, outside.dtype.element_ty)
+    m = tl.full((HB, 1, 1), -1e30, tl.float32)
+    z = tl.zeros((HB, 1, 1), tl.float32)
+    acc = ()
+    for c in tl.static_range(C):
+        acc = acc + (tl.zeros((HB, 1, L), tl.float32),)
+    for n in tl.range(start, site, num_stages=STAGES):
+        row = _load_row(sources + n * stride + t * D, H, K, HB, L, C)
+        logit = _dot_rows(row, q, HB, L, C) * tl.load(inverse_rms + t * NP + n)
+        tl.store(own + (n - start) * H, logit, mask=heads < H)
+        top = tl.maximum(m, logit)
+        keep = tl.exp(m - top)
+        p = tl.exp(logit - top)
+        z = z * keep + p
+        m = top
+        more = ()
+        for c in tl.static_range(C):
+            more = more + (acc[c] * keep + row[c] * p,)
+        acc = more
+    _store_row(sources + site * stride + t * D, newest, H, K, HB, L, C)
+    newest = _wide(newest, C)
+    squares = _dot_rows(newest, newest, HB, L, C)
+    r = tl.rsqrt(tl.sum(squares, axis=0, keep_dims=True) / D + EPS)
+    tl.store(inverse_rms + t * NP + site + tl.zeros((1, 1, 1), tl.int32), r)
+    logit = _dot_rows(newest, q, HB, L, C) * r
+    tl.store(own + (site - start) * H, logit, mask=heads < H)
+    top = tl.maximum(m, logit)
+    if OUTSIDE:
+        top = tl.maximum(top, before)
+    keep = tl.exp(m - top)
+    p = tl.exp(logit - top)
+    z = z * keep + p
+    more = ()
+    for c in tl.static_range(C):
+        more = more + (acc[c] * keep + newest[c] * p,)
+    acc = more
+    if OUTSIDE:
+        p = tl.exp(before - top)
+        z += p
+        more = ()
+        for c in tl.static_range(C):
+            more = more + (acc[c] + part[c].to(tl.float32) * p,)
+        acc = more
+    m = top
+    out = ()
+    lost = ()
+    for c in tl.static_range(C):
+        exact = acc[c] / z
+        rounded = exact.to(mix.dtype.element_ty)
+        near = rounded.to(tl.float32)
+        units = (exact - near) / (_rest_unit(near, MANTISSA) * 2.0**8)
+        out = out + (rounded,)
+        lost = lost + (tl.minimum(tl.maximum(units, -127.0), 127.0).to(tl.int32),)
+    _store_row(mix + t * D, out, H, K, HB, L, C)
+    _store_row(rest + t * D, lost, H, K, HB, L, C)
+    tl.store(lse + (t * H + heads) * NP + site, m + tl.log(z), mask=heads < H)
+
+
+@triton.jit
+def finish_kernel(
+    cotangent,  # [T, D]: of this site's mix
+    mix,  # [T, D]
+    rest,  # int8 [T, D]
+    queries,  # [N, D] in the storage dtype: effective
+    sources,  # [N, T, D]
+    inverse_rms,  # float32 [T, NP]
+    lse,  # float32 [T, H, NP]
+    logits,  # float32 [T, N, S, H]
+    outside,  # [S, T, D]: `pull` of the block, or unused
+    outside_shared,  # float32 [S, T, H]
+    unused_cotangents,
+    unused_deltas,
+    unused_keys,
+    tokens,
+    site,
+    start,
+    stop,  # of the block
+    cotangents,  # [N, T, D], in place
+    deltas,  # float32 [T, H, NP], in place
+    keys,  # [T, H, N, NP], in place: dl r of each source and site
+    d_source,  # [T, D]
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    HB: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    S: tl.constexpr,
+    MANTISSA: tl.constexpr,
+    OUTSIDE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One token a program: site `site`'s cotangent is kept, and the gradient of source `site` finished."""
+    t = tl.program_id(0).to(tl.int64)
+    stride = tokens.to(tl.int64) * D
+    heads = tl.arange(0, HB)[:, None, None]
+    exists = heads < H
+    own = logits + (t * N * S + (site - start)) * H + heads
+    at = (t * H + heads) * NP
+    key_row = keys + ((t * H + heads) * N + site) * NP
+    v = _load_row(sources + site * stride + t * D, H, K, HB, L, C)
+    d_out = _load_row(cotangent + t * D, H, K, HB, L, C)
+    near = _load_row(mix + t * D, H, K, HB, L, C)
+    lost = _load_row(rest + t * D, H, K, HB, L, C)
+    q = _load_row(queries + site * D, H, K, HB, L, C)
+    r = tl.load(inverse_rms + t * NP + site)
+    own_logit = tl.load(own + site * (S * H), mask=exists, other=0.0)
+    own_lse = tl.load(lse + at + site, mask=exists, other=0.0)
+    if OUTSIDE:
+        acc = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C)
+        shared = tl.load(
+            outside_shared + ((site - start) * tokens.to(tl.int64) + t) * H + heads, mask=exists, other=0.0
+        )
+    else:
+        acc = ()
+        for c in tl.static_range(C):
+            acc = acc + (tl.zeros((HB, 1, L), tl.float32),)
+        shared = tl.zeros((HB, 1, 1), tl.float32)
+    _store_row(cotangents + site * stride + t * D, d_out, H, K, HB, L, C)
+    exact = ()
+    for c in tl.static_range(C):
+        exact = exact + (near[c] + lost[c] * (_rest_unit(near[c], MANTISSA) * 2.0**8),)
+    delta = _dot_rows(d_out, exact, HB, L, C)
+    tl.store(deltas + at + site, delta, mask=exists)
+    p = tl.exp(own_logit - own_lse)
+    dl = tl.where(exists, p * (_dot_rows(d_out, v, HB, L, C) - delta), 0.0)
+    tl.store(key_row + site, (dl * r).to(keys.dtype.element_ty), mask=exists)
+    shared += dl * own_logit
+    more = ()
+    for c in tl.static_range(C):
+        more = more + (acc[c] + p * d_out[c] + (dl * r) * q[c],)
+    acc = more
+    for i in tl.range(site + 1, stop, num_stages=STAGES):
+        row = _load_row(cotangents + i * stride + t * D, H, K, HB, L, C)
+        q = _load_row(queries + i * D, H, K, HB, L, C)
+        logit = tl.load(own + i * (S * H), mask=exists, other=0.0)
+        p = tl.exp(logit - tl.load(lse + at + i, mask=exists, other=0.0))
+        delta = tl.load(deltas + at + i, mask=exists, other=0.0)
+        dl = tl.where(exists, p * (_dot_rows(row, v, HB, L, C) - delta), 0.0)
+        tl.store(key_row + i, (dl * r).to(keys.dtype.element_ty), mask=exists)
+        shared += dl * logit
+        more = ()
+        for c in tl.static_range(C):
+            more = more + (acc[c] + p * row[c] + (dl * r) * q[c],)
+        acc = more
+    radial = tl.sum(shared, axis=0, keep_dims=True) * (r * r / D)
+    out = ()
+    for c in tl.static_range(C):
+        out = out + (acc[c] - radial * v[c],)
+    _store_row(d_source + t * D, out, H, K, HB, L, C)
