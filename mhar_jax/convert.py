@@ -1,8 +1,10 @@
 """python -m mhar_jax.convert import | graft | export"""
 
 import argparse
+import contextlib
 import pathlib
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mhar_jax.command_line import Help
@@ -126,17 +128,12 @@ def _export(options: argparse.Namespace) -> None:
     print(f"wrote {options.out}: {done.model.variant}, {len(done.files)} safetensors files, {loads}{rounded}")
 
 
-def _bar():
-    import contextlib
-
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[int], Any]]:
     from tqdm import tqdm
 
-    @contextlib.contextmanager
-    def opened():
-        with tqdm(desc="converting", unit=" values", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
-            yield bar.update
-
-    return opened()
+    with tqdm(desc="converting", unit=" values", unit_scale=True, disable=not sys.stderr.isatty()) as bar:
+        yield bar.update
 
 
 @command

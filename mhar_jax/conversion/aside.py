@@ -1,8 +1,8 @@
 """A directory that is there whole or not at all."""
 
 import contextlib
+import glob
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +25,7 @@ def written_aside(out: Path) -> Iterator[Path]:
     aside = out.parent / f".{out.name}.unfinished-{os.getpid()}"
     with writing("the directory", out):
         out.parent.mkdir(parents=True, exist_ok=True)
-        for left in out.parent.glob(f".{glob_escape(out.name)}.unfinished-*"):
+        for left in out.parent.glob(f".{glob.escape(out.name)}.unfinished-*"):
             if not _is_running(left.name):
                 shutil.rmtree(left)
         aside.mkdir()
@@ -38,11 +38,6 @@ def written_aside(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-
-
-def glob_escape(name: str) -> str:
-    """A name as a pattern that only matches itself."""
-    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def _is_running(name: str) -> bool:

@@ -13,7 +13,6 @@ from mhar_jax.config.schema import Config, ModelConfig
 from mhar_jax.conversion.aside import written_aside
 from mhar_jax.conversion.sources import Source, copy_tokenizer, open_source
 from mhar_jax.conversion.writer import CheckpointWriter
-from mhar_jax.huggingface.keys import Path as ParameterPath
 
 RECORD = "conversion.json"  # beside a converted checkpoint: where it came from
 Progress = Callable[[int], Any]  # called with the number of values written
@@ -97,8 +96,3 @@ def record(directory: Path, kind: str, source: Source, more: dict[str, Any]) -> 
 def stored_dtypes(source: Source) -> list[str]:
     """Names of the dtypes that the source stores."""
     return sorted({source.parameters.dtype(path).name for path in source.parameters.paths})
-
-
-def is_routing(path: ParameterPath) -> bool:
-    """Whether a parameter belongs to depth routing."""
-    return path[0] == "routing"
