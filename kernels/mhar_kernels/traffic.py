@@ -52,14 +52,9 @@ def forward_rows(sites: int, block: int) -> float:
     return of.mix + of.merge
 
 
-def site_by_site_rows(sites: int) -> tuple[float, float]:
-    """Forward and backward where every site reads all its sources anew, as kernels of one site do.
-
-    Backward reads sources and cotangent, and adds to a float32 gradient of every source: read and written, two rows
-    each. Published kernels make a first pass over all sources besides.
-    """
-    pairs = sites * (sites + 1) / 2
-    return pairs + sites, pairs * (1 + 4) + sites
+def site_by_site_rows(sites: int) -> float:
+    """Forward, where every site reads all its sources anew."""
+    return sites * (sites + 1) / 2 + sites
 
 
 def best_block_size(sites: int, costs: Rows) -> int:

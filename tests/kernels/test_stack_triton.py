@@ -172,6 +172,6 @@ def test_rows_of_the_schedule():
     assert rows.pull == (3 + 4) + (1 + 4)
     assert rows.finish == 5.5 * 5 + 1 + 1 + 4
     assert rows.query == 5
-    assert traffic.site_by_site_rows(73)[0] == 2774
+    assert traffic.site_by_site_rows(73) == 2774
     assert traffic.best_block_size(1, stages_triton.COSTS) == 1
     assert all(1 <= traffic.best_block_size(n, stages_triton.COSTS) <= 16 for n in range(1, 200))
