@@ -93,8 +93,8 @@ class RouteContract:
             return out, weights, vjp((tangent, d_weights) if return_weights else tangent)
 
         if jit:
-            tile = tuple(sorted((self.tile or {}).items()))
-            key = (type(self), self.implementation, tile, names, case.num_heads, case.eps, return_weights)
+            options = [tuple(sorted((x or {}).items())) for x in (self.tile, self.compiler_options)]
+            key = (type(self), self.implementation, *options, names, case.num_heads, case.eps, return_weights)
             both = _programs.setdefault(key, self.jit(both))
         if d_weights is None:
             d_weights = np.zeros(case.weights.shape, np.float32)

@@ -75,8 +75,7 @@ def test_the_newest_is_restored_to_the_bit(world, tools, copy, caplog):
 
 
 # Every kind of file in a checkpoint, each damaged in each way: either nothing is lost, or the checkpoint is skipped.
-# "delete" failed once in a loaded parallel run and passes alone; it runs with the slow tests until that is understood.
-@pytest.mark.parametrize("damage", [pytest.param(d, marks=pytest.mark.slow if d == "delete" else ()) for d in DAMAGES])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_skipped_or_unharmed(world, tools, copy, caplog, damage):
     newest = copy / "checkpoints" / "3"
     kept = copy.with_name("kept")
