@@ -55,3 +55,34 @@ def test_flash_attention_compiles_inside_a_model(chips, head_dim, data, tensor, 
     with assume_platform("tpu"), jax.set_mesh(mesh):
         compiled = jax.jit(jax.grad(loss)).trace(state, tokens).lower(lowering_platforms=("tpu",)).compile()
     assert compiled.as_text().count("tpu_custom_call") >= 3
+
+
+@pytest.mark.slow
+def test_a_routed_model_runs_the_blocked_kernels_on_each_chips_tokens(chips):
+    """Three sites in one block: a merge and a finish each, inside shard_map, and no site by site."""
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2), chips)
+    config = ModelConfig(
+        variant="mhar",
+        vocab_size=512,
+        num_layers=1,
+        d_model=256,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=128,
+        ffn_dim=512,
+        compute_dtype="bfloat16",
+    )
+    graph, state = nnx.split(nnx.eval_shape(lambda: build_model(config, rngs=nnx.Rngs(0))))
+    whole = NamedSharding(mesh, P())
+    state = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), state)
+    tokens = jax.ShapeDtypeStruct((4, 256), jnp.int32, sharding=NamedSharding(mesh, P(("data", "fsdp"))))
+
+    def loss(state, tokens):
+        return nnx.merge(graph, state).loss(tokens, tokens)[0]
+
+    with assume_platform("tpu"), jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss)).trace(state, tokens).lower(lowering_platforms=("tpu",)).compile()
+    calls = [line for line in compiled.as_text().splitlines() if "tpu_custom_call" in line]
+    for kernel in ("depth_stack_merge", "depth_stack_finish"):
+        assert sum(f"/{kernel}" in line for line in calls) == 3
+    assert not any("/depth_route" in line for line in calls)
