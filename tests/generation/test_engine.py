@@ -55,7 +55,9 @@ def test_greedy_equals_whole_passes(generator):
         row.append(int(token))
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.5, "top_k": 20, "top_p": 0.9}])
+@pytest.mark.parametrize(
+    "sampling", [pytest.param({}, marks=pytest.mark.slow), {"temperature": 1.5, "top_k": 20, "top_p": 0.9}]
+)
 def test_a_batch_equals_its_prompts_one_by_one(generator, sampling):
     together = tokens(generator, PROMPTS, 10, **sampling, seed=3)
     for i, prompt in enumerate(PROMPTS):
@@ -109,7 +111,13 @@ def test_rows_of_the_embedding_beyond_the_tokenizer_are_never_drawn():
         assert tokens(generator, [[1, 2]], 8, **sampling).max() < 5
 
 
-@pytest.mark.parametrize("shape", [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 1, "fsdp": 4, "tensor": 1}])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"data": 1, "fsdp": 4, "tensor": 1}, marks=pytest.mark.slow),
+    ],
+)
 def test_sharded_like_training(generator, shape):
     mesh = make_mesh(MeshConfig(**shape), jax.devices()[: np.prod(list(shape.values()))])
     sharded = TokenGenerator(placed(tiny_model(), mesh))

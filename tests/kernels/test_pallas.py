@@ -290,6 +290,7 @@ def test_every_feature_has_one_head():
         assert seen == [(d, d // (dim // heads)) for d in range(dim)]
 
 
+@pytest.mark.slow  # test_shard_map, with another tile
 def test_two_devices_share_one_query():
     """Plain sharding of the tokens, kernel inside shard_map: the query's gradient is summed exactly once."""
     case = random_case(3, (8,), 24, 3)
