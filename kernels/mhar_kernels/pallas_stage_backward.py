@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from mhar_kernels.pallas_common import with_rest
 from mhar_kernels.pallas_stage_forward import Buffers
@@ -166,6 +165,7 @@ def pull_call(
             float32(2, count, g.heads, g.tile),
         ],
         steps=steps,
+        temporaries=2 * 4 * count * g.dim * g.tile,
         cost=cost,
     )
     return Pulled(value, scale, shared), d_query.reshape(g.cores, steps * chunk, g.dim)
@@ -198,7 +198,7 @@ def finish_call(
     def kernel(at: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
         fresh, mixed, rest, sources, r, lse, d_outs, deltas, q, *pulled = inputs
         d_out, delta, out, d_query = outputs
-        acc, turned, logit, d_key, dots, alpha, shared = scratch
+        acc, exact, logit, d_key, dots, alpha, shared = scratch
         first_tile = g.tile_index()[0]
 
         @pl.when(first_tile)
@@ -206,10 +206,10 @@ def finish_call(
             d_query[...] = jnp.zeros(d_query.shape, jnp.float32)
 
         turn_in(g, fresh, d_out)
-        turn_in(g, mixed, turned)
-        exact = lambda s: with_rest(_wide(turned, s), rest[0, s, :], "bfloat16")
+        with_its_rest = lambda rows, features: with_rest(rows.astype(jnp.float32), rest[0, features, :], "bfloat16")
+        turn_in(g, mixed, exact, with_its_rest)
         dots[...] = jnp.zeros(dots.shape, jnp.float32)
-        head_sums(g, [lambda s: _wide(d_out, s)], [exact], dots)
+        head_sums(g, [lambda s: _wide(d_out, s)], [lambda s: exact[0, s, :]], dots)
         delta[0] = dots[0, 0]
         query = q[...].reshape(rows, g.dim)
         logit[...] = logits(stacked_parts(query, 3), sources[0], r[0]).reshape(sites, g.heads, g.tile)
@@ -289,7 +289,7 @@ def finish_call(
         outputs,
         [
             float32(g.dim, g.tile),
-            pltpu.VMEM((1, g.dim, g.tile), mix.dtype),
+            float32(1, g.dim, g.tile),
             float32(sites, g.heads, g.tile),
             float32(sites, g.heads, g.tile),
             float32(1, 1, g.heads, g.tile),

@@ -178,12 +178,15 @@ def merge_call(
                 values.append(sources_out[0, s, :].astype(jnp.float32))
                 if partial:
                     values.append(load_scaled(partial[0], 0, s))
-                total_mix = add_up([weights[n, pl.ds(head, 1), :] * value for n, value in enumerate(values)])
-                mixed[s, :] = total_mix
-                rest_out[0, s, :] = rest_of(total_mix, "bfloat16", bits=8)
+                mixed[s, :] = add_up([weights[n, pl.ds(head, 1), :] * value for n, value in enumerate(values)])
 
         g.each_piece(add)
-        turn_out(g, lambda features: mixed[features, :], out)
+
+        def write(features: Any) -> jax.Array:
+            rest_out[0, features, :] = rest_of(mixed[features, :], "bfloat16", bits=8)
+            return mixed[features, :]
+
+        turn_out(g, write, out)
 
     own = lambda at, step: at
     here = lambda at, step: position

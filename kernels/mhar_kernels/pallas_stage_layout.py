@@ -177,11 +177,13 @@ def call(
     *,
     steps: int = 1,
     aliases: dict[int, int] | None = None,
+    temporaries: int = 0,
     cost: pl.CostEstimate,
 ) -> list[jax.Array]:
     """Calls kernel(at, input references, output references, scratch references) on grid (cores, tiles, steps).
 
     at: a site, or the first site of a block; may be traced. aliases: input -> output that takes over its buffer.
+    temporaries: bytes of VMEM for large values, beside what any kernel has.
     """
     aliases = dict(aliases or {})
     read = len(inputs)
@@ -211,7 +213,7 @@ def call(
         input_output_aliases={1 + i: o for i, o in aliases.items()},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=max(16 * MIB, vmem + _TEMPORARIES),
+            vmem_limit_bytes=max(16 * MIB, vmem + temporaries + _TEMPORARIES),
         ),
         cost_estimate=cost,
         interpret=geometry.interpret,

@@ -150,11 +150,11 @@ def load_scaled(out: Ref, i: int, rows: Any) -> jax.Array:
     return out[i, rows, :].astype(jnp.int32).astype(jnp.float32)
 
 
-def turn_in(geometry: Geometry, tokens: Ref, out: Ref) -> None:
-    """out[0] [D, R] = tokens [R, D] turned."""
+def turn_in(geometry: Geometry, tokens: Ref, out: Ref, change: Any = lambda rows, features: rows) -> None:
+    """out[0] [D, R] = change(tokens [R, D] turned, features), a square of features at a time."""
 
     def turn(features: Any) -> None:
-        out[0, features, :] = tokens[:, features].T
+        out[0, features, :] = change(tokens[:, features].T, features)
 
     geometry.each_slab(turn)
 

@@ -50,8 +50,8 @@ def unsupported(dtype: str, dim: int, num_heads: int, block_size: int, *, interp
     if dim % LANES or geometry.width % 16:
         return f"they take a width of whole lane tiles and heads of a multiple of 16, got {dim} and {geometry.width}"
     chunk = sites_at_once(block_size)
-    # Of `pull`, the largest: the block's sources, a chunk of cotangents and the result, twice; and the sums.
-    needed = dim * LANES * (2 * 2 * (2 * block_size + chunk) + 4 * block_size)
+    # Of `pull`, the largest: the block's sources, a chunk of cotangents and the result, twice; sums and temporaries.
+    needed = dim * LANES * (2 * 2 * (2 * block_size + chunk) + (4 + 8) * block_size)
     if needed > VMEM_BUDGET:
         return f"a block of {block_size} sources of width {dim} takes {needed // MIB} MiB of VMEM"
     return None
@@ -86,6 +86,11 @@ def merge(
     position = site - plan.block_of(site).start
     buffers, out = _merge(g, position, history.buffers, history.queries, site, _flat(g, source), outside)
     return history._replace(buffers=buffers), _like(out, source)
+
+
+def mix_again(plan: Plan, history: History, site: int, outside: Partial | None, like: jax.Array) -> jax.Array:
+    """There is no kernel for it: `depth_stack` runs site by site where only sources are kept."""
+    raise NotImplementedError
 
 
 def begin(plan: Plan, history: History) -> Later:
