@@ -88,11 +88,6 @@ def merge(
     return history._replace(buffers=buffers), _like(out, source)
 
 
-def mix_again(plan: Plan, history: History, site: int, outside: Partial | None, like: jax.Array) -> jax.Array:
-    """There is no kernel for it: `depth_stack` runs site by site where only sources are kept."""
-    raise NotImplementedError
-
-
 def begin(plan: Plan, history: History) -> Later:
     """See `schedule.Stages`."""
     sources, lse = history.buffers.sources, history.buffers.lse

@@ -114,7 +114,7 @@ def _prepare(kind: str, batch: int, tokens: int, steps: int, config: ModelConfig
     from mhar_jax.models import build_model
     from mhar_jax.sharding import make_mesh
 
-    model = nnx.jit(lambda: build_model(config, rngs=nnx.Rngs(0)))()
+    model = build_model(config, rngs=nnx.Rngs(0))  # not in one jit: small programs, one a shape
     placed = PlacedModel.of(model, make_mesh(MeshConfig(data=1), jax.devices()[:1]))
     assert config.vocab_size is not None
     prompts = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (batch, tokens)), jnp.int32)
