@@ -14,7 +14,7 @@ from mhar_jax.errors import UserError, writing
 from mhar_jax.inspect.maps import Panel, draw_maps, strongest
 from mhar_jax.inspect.walk import column_labels
 from mhar_jax.models.sites import site_labels, source_labels
-from mhar_jax.training.step import ROUTING_ROWS, Trainer
+from mhar_jax.training.step import Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,14 @@ class RoutingMap:
     tokens: int  # how many the means are over
 
 
-def measure(trainer: Trainer, params: Any, tokens: jax.Array) -> RoutingMap:
-    """The map over the first sequences of a batch [batch_size, seq_len + 1]; one forward pass."""
-    summary = jax.device_get(trainer.summarise(params, tokens))
-    return RoutingMap(
+def measure(trainer: Trainer, params: Any, tokens: jax.Array) -> tuple[dict[str, Any], RoutingMap]:
+    """The sums of an evaluation of a batch [batch_size, seq_len + 1], and the map of the same forward pass."""
+    sums, summary = jax.device_get(trainer.summarise(params, tokens))
+    return sums, RoutingMap(
         weights=summary.weights,
         entropy=float(summary.normalized_entropy),
         newest_mass=float(summary.newest_mass),
-        tokens=min(ROUTING_ROWS, tokens.shape[0]) * (tokens.shape[1] - 1),
+        tokens=tokens.shape[0] * (tokens.shape[1] - 1),
     )
 
 

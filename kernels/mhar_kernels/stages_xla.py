@@ -104,9 +104,9 @@ def merge(
         *history.read(slice(block.start, site + 1), slice(site, site + 1)), _row(outside, site, block)
     )
     statistics = jax.tree.map(lambda buffer, new: buffer.at[site].set(new[0]), history.statistics, partial.statistics)
-    # Site 0 reads one source: its mix is that source, to the bit.
-    exact = _scale(partial.mix, 1 / partial.statistics.total)[0]
-    mixed = exact.astype(source.dtype) if site else source
+    # Site 0 reads one source: its mix is that source, to the bit, and its query has no gradient.
+    exact = _scale(partial.mix, 1 / partial.statistics.total)[0] if site else source.astype(jnp.float32)
+    mixed = exact.astype(source.dtype)
     rest = (exact - mixed.astype(jnp.float32)).astype(source.dtype)
     return history._replace(statistics=statistics, rests=(*history.rests, rest)), mixed
 

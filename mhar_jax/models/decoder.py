@@ -116,6 +116,7 @@ class Decoder(nnx.Module):
         z_loss: float = 0.0,
         positions: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        record: Record | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Summed cross-entropy of `targets` given `tokens`, in nats, without ever holding all logits.
 
@@ -124,13 +125,14 @@ class Decoder(nnx.Module):
           loss_weights: [B, T], 0 where a token does not count; None: all 1.
           z_loss: weight of logsumexp(logits)² in the sum.
           positions, segment_ids: as for a call.
+          record: of a routed model, is called with the weights of every routing site as in `visit_sites`.
 
         Returns:
           The sum over tokens, and sums `nll`, `z` (logsumexp², without its weight) and `tokens` (of the weights), all
           float32 scalars. Only the first carries a gradient.
         """
         with self._precision():
-            hidden = self.hidden(tokens, positions=positions, segment_ids=segment_ids)
+            hidden = self._run(tokens, positions, segment_ids, record=record)
             head, vocab_axis = self._head()
             sums: LossSums = cross_entropy(
                 hidden,

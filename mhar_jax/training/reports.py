@@ -150,7 +150,11 @@ class Evaluation:
           UserError: the loss is not finite, or an output cannot be written.
         """
         params = evaluated_params(state, self._trainer.config)
-        totals = jax.device_get([self._trainer.evaluate(params, tokens) for tokens in self._batches])
+        routing, first, rest = None, [], self._batches
+        if self._trainer.config.model.is_routed:
+            sums, routing = measure(self._trainer, params, self._batches[0])
+            first, rest = [sums], self._batches[1:]
+        totals = [*first, *jax.device_get([self._trainer.evaluate(params, tokens) for tokens in rest])]
         tokens = sum(float(t["tokens"]) for t in totals)
         values: dict[str, Any] = {"val_loss": sum(float(t["nll"]) for t in totals) / tokens, "val_tokens": int(tokens)}
         if not math.isfinite(values["val_loss"]):
@@ -158,19 +162,20 @@ class Evaluation:
                 f"the held-out loss is {values['val_loss']} after step {step}, so training stops and keeps the "
                 "checkpoints from before; a lower optimizer.peak_lr usually helps"
             )
-        if self._trainer.config.model.is_routed:
-            routing = self.picture(state)
+        if routing is not None:
+            self._draw(routing)
             values |= {"depth_entropy": routing.entropy, "depth_newest_mass": routing.newest_mass}
         self._writer.write(step, values)
         self._progress.report(step, values)
 
-    def picture(self, state: State) -> RoutingMap:
+    def picture(self, state: State) -> None:
         """Measures the routing of a routed model and has it drawn; every process takes part.
 
         Raises:
           UserError: an earlier picture could not be written.
         """
-        routing = measure(self._trainer, evaluated_params(state, self._trainer.config), self._batches[0])
+        self._draw(measure(self._trainer, evaluated_params(state, self._trainer.config), self._batches[0])[1])
+
+    def _draw(self, routing: RoutingMap) -> None:
         if self._pictures is not None:
             self._pictures.submit(routing)
-        return routing

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mhar_jax.config.schema import Config
-from mhar_jax.models import Decoder, RoutingSummary, build_model, routing_summary
+from mhar_jax.models import Decoder, RoutingSummary, build_model, loss_and_summary
 from mhar_jax.sharding import BATCH, state_shardings
 from mhar_jax.training.optimizer import as_float32, make_optimizer, make_schedule
 
@@ -107,10 +107,7 @@ class Trainer:
     start: Callable[[Any], State]  # the state before the first step, from given parameters
     step: MeshFunction  # state (donated), tokens -> state, {loss, z, grad_norm, lr}
     evaluate: MeshFunction  # parameters, tokens -> {nll, z, tokens}, sums
-    summarise: MeshFunction  # parameters, tokens -> RoutingSummary of the first ROUTING_ROWS sequences
-
-
-ROUTING_ROWS = 4  # sequences whose depth weights are summarised
+    summarise: MeshFunction  # of a routed model: as evaluate, and the RoutingSummary of the same forward pass
 
 
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
@@ -160,8 +157,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     def evaluate(params: Any, tokens: jax.Array) -> dict[str, jax.Array]:
         return model_of(params).loss(tokens[:, :-1], tokens[:, 1:])[1]
 
-    def summarise(params: Any, tokens: jax.Array) -> RoutingSummary:
-        return routing_summary(model_of(params), tokens[:ROUTING_ROWS, :-1])
+    def summarise(params: Any, tokens: jax.Array) -> tuple[dict[str, jax.Array], RoutingSummary]:
+        return loss_and_summary(model_of(params), tokens[:, :-1], tokens[:, 1:])
 
     shardings_of_rest = {name: value for name, value in shardings.items() if name != "params"}
     init_rest = jax.jit(lambda params: _init_rest(config, params), out_shardings=shardings_of_rest)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from forward_oracle import forward
 from mhar_jax.errors import UserError
-from mhar_jax.models import build_model, routing_summary, site_labels, source_labels
+from mhar_jax.models import build_model, loss_and_summary, routing_summary, site_labels, source_labels
 from mhar_jax.models.sites import heads_of_site, num_sites
 from model_helpers import (
     ROUTED,
@@ -148,7 +148,10 @@ def test_bfloat16_is_close_to_float32():
 
 def test_summary_is_what_the_weights_say():
     run = scrambled("mhar_headwise")
-    summary = jit(lambda s, t: routing_summary(nnx.merge(run["graph"], s), t))(run["state"], TOKENS[:, :-1])
+    sums, summary = jit(lambda s, t: loss_and_summary(nnx.merge(run["graph"], s), t[:, :-1], t[:, 1:]))(
+        run["state"], TOKENS
+    )
+    np.testing.assert_allclose(sums["nll"] / sums["tokens"], run["loss"], rtol=1e-5)
     weights = [np.asarray(w, np.float64) for w in run["weights"]]
     assert summary.weights.shape == (5, 5, 2)
     for site, w in enumerate(weights):
