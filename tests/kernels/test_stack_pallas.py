@@ -178,6 +178,7 @@ def test_one_source_site_has_no_query_gradient_and_the_others_have_one():
     assert (jnp.linalg.norm(d_mats.astype(jnp.float32), axis=(1, 2)) > 0).all()
 
 
+@pytest.mark.slow
 def test_vmap_gives_gradients_per_example():
     """The axis of examples is one more axis of the grid, and each example has its own query gradient."""
     (x, mats, queries, scales), cotangent = random_stack(1, (3, 10), 16, 2)
