@@ -45,10 +45,11 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError(f"--variants must be of {', '.join(VARIANTS)}, got {unknown[0]!r}")
     if options.steps < 1 or options.windows < 1:
         raise UserError(f"--steps and --windows must be at least 1, got {options.steps} and {options.windows}")
-    configs = {shape: _configs(shape, variants, options.set) for shape in options.shapes.split(",")}
+    shapes = options.shapes.split(",")
     prefer_present_hardware()
     import jax
 
+    configs = {shape: _configs(shape, variants, options.set, jax.device_count()) for shape in shapes}
     device = jax.devices()[0]
     print(f"{device.device_kind} ({device.platform}), jax {jax.__version__}")
     found: list[dict[str, Any]] = []
@@ -67,11 +68,13 @@ def main(arguments: list[str] | None = None) -> None:
             file.writelines(json.dumps(row) + "\n" for row in found)
 
 
-def _configs(shape: str, variants: list[str], overrides: list[str]) -> dict[str, Config]:
+def _configs(shape: str, variants: list[str], overrides: list[str], devices: int) -> dict[str, Config]:
     base = load_config(shape, ["data.format=synthetic", "optimizer.accumulate=1", *overrides])
     given = {override.split("=")[0].removeprefix("--") for override in overrides}
     if "batch_size" not in given and shape in MICRO_BATCHES:
-        base = dataclasses.replace(base, batch_size=MICRO_BATCHES[shape])
+        base = dataclasses.replace(base, batch_size=MICRO_BATCHES[shape] * devices)
+    if base.batch_size % devices:
+        raise UserError(f"batch_size must be a multiple of the {devices} devices, got {base.batch_size}")
     model = dataclasses.replace(base.model, vocab_size=base.model.vocab_size or 151_936)  # Qwen3's
     return {v: dataclasses.replace(base, model=_with_variant(model, v)) for v in variants}
 
