@@ -28,7 +28,7 @@ from mhar_kernels.pallas_plan import (
 )
 from mhar_kernels.twofloat import Pair
 
-__all__ = ["NAME", "backward", "forward", "unsupported"]
+__all__ = ["NAME", "backward", "forward", "heuristic", "unsupported"]
 LARGEST_DIM = 16384
 
 
@@ -64,6 +64,30 @@ def unsupported(call: RouteCall) -> str | None:
                 "pass a smaller tile={'rows': ..., 'chunk': ...} or none, or implementation='xla'"
             )
     return None
+
+
+class Tile(NamedTuple):
+    """Sizes that decide a forward kernel's speed, not its result."""
+
+    rows: int  # tokens
+    chunk: int  # sources
+
+
+class BackwardTile(NamedTuple):
+    """Of a backward kernel; the forward kernel keeps what that many sweeps need."""
+
+    rows: int
+    chunk: int
+    sweeps: int
+
+
+def heuristic(call: RouteCall, direction: str) -> Tile | BackwardTile:
+    """The tile that a call gets by itself."""
+    if direction == "forward":
+        plan = forward_plan(call)
+        return Tile(plan.rows, plan.chunk)
+    plan = backward_plan(call)
+    return BackwardTile(plan.rows, plan.chunk, 2 if plan.resident else 1)
 
 
 def forward(call: RouteCall, arrays: RouteArrays) -> RouteForward:

@@ -50,12 +50,25 @@ def time_program(run: Callable[[], Any], calls: int) -> list[float]:
 
 
 def candidates(heuristic: dict[str, int]) -> Iterator[dict[str, int]]:
-    """Tiles around the heuristic: more or fewer rows together, half or twice the warps, pipelines of other depths."""
+    """Tiles around the heuristic of one direction of one backend."""
+    yield from _triton_candidates(heuristic) if "warps" in heuristic else _pallas_candidates(heuristic)
+
+
+def _triton_candidates(heuristic: dict[str, int]) -> Iterator[dict[str, int]]:
+    """More or fewer rows together, half or twice the warps, pipelines of other depths."""
     widths = {w: max(1, heuristic["width"] * w // heuristic["warps"]) for w in (1, 2, 4, 8, 16)}
     warps = [w for w in widths if heuristic["warps"] / 2 <= w <= heuristic["warps"] * 2]
     for w, sources, stages in itertools.product(warps, (1, 2, 4), (1, 3, 4)):
         programs = max(1, heuristic["programs"] * heuristic["warps"] // w)
         yield {"sources": sources, "width": widths[w], "warps": w, "ahead": 1, "stages": stages, "programs": programs}
+
+
+def _pallas_candidates(heuristic: dict[str, int]) -> Iterator[dict[str, int]]:
+    """Smaller and larger tiles of tokens, fewer and more sources a chunk."""
+    rows, chunk = heuristic["rows"], heuristic["chunk"]
+    for r, c in itertools.product((rows // 2, rows, rows * 2), sorted({1, chunk // 2, chunk, chunk * 2})):
+        if r >= 8 and c >= 1:
+            yield {**heuristic, "rows": r, "chunk": c}
 
 
 def measure(backend: Any, call: RouteCall, direction: str, tiles: list[dict[str, int]]) -> dict[Any, float]:
@@ -116,13 +129,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sources", nargs="+", type=int, default=[9, 25, 73], help="default: %(default)s")
     parser.add_argument("--tokens", nargs="+", type=int, default=[8192, 1024], help="default: %(default)s")
     parser.add_argument("--dtype", default="bfloat16", help="storage dtype; default: %(default)s")
+    parser.add_argument("--backend", choices=["triton", "pallas_tpu"], help="default: this machine's own")
     parser.add_argument("--each", action="store_true", help="write the best tile of each shape")
     parser.add_argument("--dry-run", action="store_true", help="print, write nothing")
     parser.add_argument(
         "--interpret", action="store_true", help="under the interpreter: to try this program, not to tune"
     )
     options = parser.parse_args(arguments)
-    name = "triton"  # the Pallas kernels plan their tiles from the size of VMEM instead
+    name = options.backend or ("pallas_tpu" if current_platform() == "tpu" else "triton")
     backend: Any = kernel_call.load(name)
     entries: dict[str, dict[str, int]] = {}
     for width, direction in itertools.product(options.widths, ("forward", "backward")):
@@ -149,7 +163,7 @@ def main(arguments: list[str] | None = None) -> None:
             reason = backend.unsupported(call)
             if reason is not None:
                 parser.error(f"{name} cannot run {width} here: {reason}")
-            heuristic = backend.heuristic(call, direction)._asdict()
+            heuristic = dict(backend.heuristic(call, direction)._asdict())
             times[n, tokens] = measure(backend, call, direction, [heuristic, *candidates(heuristic)])
             tile, ms = fastest(times[n, tokens]), min(times[n, tokens].values())
             print(f"{direction} {width} {n} sources {tokens} tokens: {ms:.4f} ms with {tile}", flush=True)
@@ -175,7 +189,7 @@ def write(backend: str, entries: dict[str, dict[str, int]]) -> str:
     content["tiles"].setdefault(device, {}).update(entries)
     content["measured"][device] = {
         "date": datetime.date.today().isoformat(),
-        "triton": importlib.metadata.version("triton"),
+        **_versions("triton" if backend == "triton" else "libtpu"),
         "jax": jax.__version__,
         "how": "python -m mhar_kernels.tune",
     }
@@ -183,6 +197,13 @@ def write(backend: str, entries: dict[str, dict[str, int]]) -> str:
     path.write_text(json.dumps(content, indent=1) + "\n")
     tuning.table.cache_clear()
     return str(path)
+
+
+def _versions(package: str) -> dict[str, str]:
+    try:
+        return {package: importlib.metadata.version(package)}
+    except importlib.metadata.PackageNotFoundError:
+        return {}
 
 
 if __name__ == "__main__":

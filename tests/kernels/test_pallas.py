@@ -11,7 +11,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from mhar_kernels import UnsupportedInputError, assume_platform, depth_route
+from mhar_kernels import UnsupportedInputError, assume_platform, depth_route, tune, tuning
 from mhar_kernels.contract import RouteCall
 from mhar_kernels.pallas_heads import Heads, bfloat16_parts
 from mhar_kernels.pallas_plan import MIB, backward_plan, forward_plan
@@ -307,3 +307,26 @@ def test_two_devices_share_one_query():
     want = TestPallas().jit(jax.grad(loss(route), (0, 1)))(sources, query)
     for a, b in zip(got, want, strict=True):
         assert error(a, b) < 1e-6
+
+
+def test_tune_writes_a_table_that_calls_then_use(tmp_path, monkeypatch):
+    """The whole program on a tiny shape; the times mean nothing here, the flow does."""
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    monkeypatch.setattr(tune, "SAMPLES", 1)
+    monkeypatch.setattr(tune, "_ROTATED_BYTES", 1)
+    monkeypatch.setattr(tune, "candidates", lambda heuristic: [heuristic | {"chunk": 2}])
+    tuning.table.cache_clear()
+    try:
+        shape = ["--widths", "8x2", "--sources", "2", "--tokens", "8"]
+        tune.main(["--backend", "pallas_tpu", "--interpret", *shape])
+        entries = tuning.table("pallas_tpu")[jax.devices()[0].device_kind]
+        assert sorted(map(len, entries.values())) == [2, 3]  # forward: rows and chunk; backward: sweeps too
+        assert all(entry["chunk"] in (1, 2) for entry in entries.values())
+    finally:
+        tuning.table.cache_clear()
+
+
+def test_candidate_tiles():
+    found = list(tune.candidates({"rows": 16, "chunk": 4, "sweeps": 1}))
+    assert {"rows": 16, "chunk": 4, "sweeps": 1} in found
+    assert {(t["rows"], t["chunk"]) for t in found} == {(r, c) for r in (8, 16, 32) for c in (1, 2, 4, 8)}
