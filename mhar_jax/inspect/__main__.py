@@ -26,7 +26,14 @@ def _not_negative(text: str) -> int:
     return value
 
 
-_positive.__name__ = _not_negative.__name__ = "int"  # how argparse and --help call them
+def _several(text: str) -> int:
+    value = int(text)
+    if value < 2:
+        raise argparse.ArgumentTypeError(f"must be at least 2, for a spread, got {text}")
+    return value
+
+
+_positive.__name__ = _not_negative.__name__ = _several.__name__ = "int"  # how argparse and --help call them
 
 
 def arguments_parser() -> argparse.ArgumentParser:
@@ -45,7 +52,7 @@ def arguments_parser() -> argparse.ArgumentParser:
         ("--ablation-tokens", _not_negative, 2048, "tokens for the ablations; 0: no ablations"),
         ("--sample-tokens", _positive, 96, "tokens from the start of the text to look at singly"),
         ("--slices", _positive, 4, "slices of a query in the probe"),
-        ("--draws", _positive, 8, "random queries for the null of the probe"),
+        ("--draws", _several, 8, "random queries for the null of the probe"),
         ("--matched-sources", _positive, 8, "sources in the control with as many sources at every site"),
         ("--batch-size", _positive, None, "sequences at once; None: about 1024 tokens' worth"),
         ("--seq-len", _positive, None, "tokens a sequence; None: the run's, at most 1024"),

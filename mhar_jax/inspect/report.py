@@ -155,10 +155,11 @@ def summary_lines(results: Results) -> list[tuple[str, str]]:
     if a is not None and np.isfinite(a.source[..., 0]).any():
         worst = np.unravel_index(np.nanargmax(a.source[..., 0]), a.source.shape[:2])
         change, error = a.source[worst]
+        spread = f" ± {error:.3f}" if np.isfinite(error) else " (one sequence, so no error bar)"
         lines.append(
             (
                 "most needed source",
-                f"{r.columns[worst[1]]} at {r.sites[worst[0]]}: {change:+.3f} ± {error:.3f} nats without it, "
+                f"{r.columns[worst[1]]} at {r.sites[worst[0]]}: {change:+.3f}{spread} nats without it, "
                 f"at a weight of {r.head_mean[worst]:.2f}",
             )
         )
@@ -188,7 +189,7 @@ def _page(results: Results, view: TokenView, figures: str) -> str:
         ),
         figures=figures,
         probe=_probe_table(results.probe),
-        data=_data(r, view).replace("</", "<\\/"),
+        data=_data(r, view).replace("<", "\\u003c"),
     )
 
 

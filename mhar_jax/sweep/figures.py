@@ -21,7 +21,7 @@ def pictures(groups: Sequence[Group], baseline: Group | None) -> Iterator[Pictur
         curves = head_curves(groups)
         if curves:
             yield heads(curves, baseline)
-        for number, (rest, members) in enumerate(_heat_maps(groups)):
+        for number, (rest, members) in enumerate(heat_maps(groups)):
             yield heat_map(rest, members, f"heads_and_kv{'' if number == 0 else f'_{number + 1}'}")
 
 
@@ -126,10 +126,12 @@ def heat_map(rest: Sequence[tuple[str, object]], groups: Sequence[Group], name: 
     axes.set_xlabel("KV heads", fontsize=8)
     axes.set_ylabel("routing heads H", fontsize=8)
     figure.colorbar(image, ax=axes, label="tail-mean, nats a token")
-    return Picture(name, figure, "Darker is lower, that is better. What the noise resolves is in the tables.")
+    return Picture(
+        name, figure, "Darker is lower, that is better. The table of routing and KV heads says what the noise resolves."
+    )
 
 
-def _heat_maps(groups: Sequence[Group]) -> list[tuple[tuple[tuple[str, object], ...], list[Group]]]:
+def heat_maps(groups: Sequence[Group]) -> list[tuple[tuple[tuple[str, object], ...], list[Group]]]:
     """Groups by their other values, where both H and KV vary."""
     found: dict[tuple[tuple[str, object], ...], list[Group]] = {}
     for group in groups:

@@ -82,10 +82,18 @@ def make_cells(file: str | None, overrides: Sequence[str], grid: Mapping[str, Se
         except UserError as error:
             where = ", ".join(f"{k}={v}" for k, v in chosen.items() if v is not None)
             raise UserError(f"the cell {where} cannot be: {error}") from None
-        values = tuple((field, None if v is None else field_value(config, field)) for field, v in chosen.items())
+        values = tuple((field, None if v is None else _value(config, field)) for field, v in chosen.items())
         directory = _cell_name(values)
+        if directory in cells and cells[directory].values != values:  # names differ only in what a path cannot hold
+            directory = f"{directory}-{_digest(values)}"
         cells.setdefault(directory, Cell(directory, values, config))
     return list(cells.values())
+
+
+def _value(config: Config, field: str) -> Any:
+    """What a cell of a grid has: the number of routing heads where the config says `null` for as many as KV heads."""
+    value = field_value(config, field)
+    return config.model.heads_of_depth if field == "model.routing_heads" and value is None else value
 
 
 def field_value(config: Config, name: str) -> Any:
@@ -171,8 +179,12 @@ def _values(cell: Cell) -> dict[str, Any]:
 def _cell_name(values: Sequence[tuple[str, Any]]) -> str:
     name = re.sub(r"[^\w=.,+-]", "_", describe(values).replace(", ", ","))
     if len(name) > 120:
-        name = f"{name[:100]}-{hashlib.blake2b(repr(values).encode(), digest_size=6).hexdigest()}"
+        name = f"{name[:100]}-{_digest(values)}"
     return name
+
+
+def _digest(values: Sequence[tuple[str, Any]]) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=6).hexdigest()
 
 
 def _grid_text(grid: Mapping[str, Sequence[str]]) -> str:

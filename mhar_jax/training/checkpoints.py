@@ -45,6 +45,9 @@ class Checkpoints:
         """Raises UserError if the directory cannot be written."""
         self.directory = run_dir.absolute() / "checkpoints"
         self._started: int | None = None  # step of the save that may not be finished
+        for unfinished in sorted(self.directory.glob("*.orbax-checkpoint-tmp*")):
+            step = unfinished.name.partition(".")[0]
+            _log.warning("the save of step %s was not finished, so it is dropped for the one before it", step)
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
         try:
             self._manager = ocp.CheckpointManager(self.directory, options=options)

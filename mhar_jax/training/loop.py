@@ -100,10 +100,10 @@ def train(config: Config) -> None:
             last, stop = step == config.steps, terminated()
             if last or due(step, config.eval.every):
                 reports.flush()
-                with clock.paused():
+                with clock.paused(metrics):
                     evaluate(step, state)
             if last or stop or due(step, config.checkpoint.every):
-                with clock.paused():
+                with clock.paused(metrics):
                     save(state)
             if stop and not last:
                 checkpoints.wait()

@@ -36,8 +36,9 @@ class Clock:
         self._since = time.perf_counter()
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Does not count what is done inside."""
+    def paused(self, pending: Any) -> Iterator[None]:
+        """Does not count what is done inside, but the steps before it whole: waits for `pending`, what they make."""
+        jax.block_until_ready(pending)
         self._stop()
         yield
         self.start()

@@ -81,3 +81,14 @@ def test_a_directory_without_a_sweep(tmp_path):
     (tmp_path / "sweep.yaml").write_text("grid: 3")
     with pytest.raises(UserError, match="cannot be read"):
         open_sweep(tmp_path)
+
+
+def test_values_that_a_path_cannot_tell_apart_are_cells_of_their_own():
+    cells = make_cells("tiny", [], {"sample.prompt": ["x y", "x_y", "x:y"]})
+    assert len({cell.name for cell in cells}) == 3
+    assert [dict(cell.values)["sample.prompt"] for cell in cells] == ["x y", "x_y", "x:y"]
+
+
+def test_as_many_routing_heads_as_kv_heads_is_a_number():
+    cells = make_cells("tiny", [], {"model.routing_heads": ["null", "1", "4"]})
+    assert [dict(cell.values)["model.routing_heads"] for cell in cells] == [4, 1]  # 4 is what null means here

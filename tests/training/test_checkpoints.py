@@ -270,3 +270,15 @@ def test_checksums_see_every_bit_and_no_sharding(tools):
     by_hand = int((bits.ravel().astype(object) * (2 * np.arange(120) + 1)).sum()) % 2**32
     assert expected.checksums == {"x": by_hand}
     assert json_digest({"a": [1, 2], "b": 0.1}) == json_digest(json.loads('{"b": 0.1, "a": [1, 2]}'))
+
+
+def test_a_save_that_was_cut_short_is_told_and_dropped(tmp_path, caplog):
+    """What a kill in the middle of a save leaves behind."""
+    unfinished = tmp_path / "checkpoints" / "10.orbax-checkpoint-tmp"
+    unfinished.mkdir(parents=True)
+    (unfinished / "params").write_text("half")
+    with Checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.steps() == []
+    assert [r.getMessage() for r in caplog.records if r.name == "mhar_jax"] == [
+        "the save of step 10 was not finished, so it is dropped for the one before it"
+    ]

@@ -4,6 +4,7 @@ import os
 import pathlib
 import random
 import shutil
+import re
 import signal
 import subprocess
 import time
@@ -45,7 +46,9 @@ def test_killed_and_terminated_runs_equal_an_unbroken_one(start, there, tools, t
     wait_for_step(broken, 14, process)
     process.terminate()  # SIGTERM
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
+    assert process.returncode == 0, err
+    told = r"(WARNING: the save of step \d+ was not finished, so it is dropped for the one before it\n)?"
+    assert re.fullmatch(told, err), err  # as the kill fell
     assert "resuming after step" in out
     assert "stopped by a signal" in out
     assert not (broken / "checkpoints" / str(STEPS)).exists(), "terminated too late to show anything"
