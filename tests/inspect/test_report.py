@@ -10,7 +10,7 @@ import pytest
 from inspect_helpers import TOKENS, WINDOWS, known
 from matplotlib.figure import Figure
 
-from mhar_jax.inspect.__main__ import main
+from mhar_jax.inspect.__main__ import arguments_parser, main
 from mhar_jax.inspect.ablation import Ablation
 from mhar_jax.inspect.figures import Results, pictures
 from mhar_jax.inspect.maps import Panel, draw_maps, save
@@ -264,3 +264,10 @@ def test_mistakes_are_one_sentence(arguments, message, tmp_path, capsys):
     assert err.count("\n") == 1
     assert message in err
     assert not (tmp_path / "out").exists()
+
+
+def test_one_random_query_has_no_spread(capsys):
+    with pytest.raises(SystemExit) as stop:
+        arguments_parser().parse_args(["run", "--draws", "1"])
+    assert stop.value.code == 2
+    assert "must be at least 2, for a spread, got 1" in capsys.readouterr().err

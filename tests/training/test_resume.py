@@ -3,8 +3,8 @@
 import os
 import pathlib
 import random
-import shutil
 import re
+import shutil
 import signal
 import subprocess
 import time
