@@ -25,26 +25,13 @@ from jax.sharding import PartitionSpec as P
 from mhar_kernels import assume_platform, depth_stack, stages_pallas
 from mhar_kernels.pallas_stage_layout import Geometry
 from oracle import CASES, error, random_case
+from test_stack import random_stack as inputs_of_a_stack
+from test_stack import tanh_layer
 
 KERNELS = [f"depth_stack_{name}" for name in ("mix", "merge", "pull", "finish")]
 # The interpreter's programs are large and run for a moment: half the time to compile them.
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-def tanh_layer(w, h):
-    return jnp.tanh(h @ w)
-
-
-def random_stack(n, lead, dim, heads, dtype="bfloat16", seed=0):
-    """x, mats [n, D, D], queries and norm scales [n + 1, D]; and a cotangent."""
-    rng = np.random.default_rng(seed)
-    inputs = (
-        jnp.asarray(rng.standard_normal((*lead, dim)), dtype),
-        jnp.asarray(rng.standard_normal((n, dim, dim)) * 1.5 / np.sqrt(dim), dtype),
-        jnp.asarray(rng.standard_normal((n + 1, dim)) * 2 / np.sqrt(dim / heads), jnp.float32),
-        jnp.asarray(rng.uniform(0.7, 1.3, (n + 1, dim)), jnp.float32),
-    )
-    return inputs, jnp.asarray(rng.standard_normal((*lead, dim)), dtype)
+random_stack = functools.partial(inputs_of_a_stack, dtype="bfloat16")
 
 
 def stack(x, mats, queries, norm_scales=None, *, heads, implementation="pallas_tpu", layer=tanh_layer, **options):
@@ -223,7 +210,7 @@ def test_the_kernels_are_in_the_program():
     remat = jax.make_jaxpr(lambda *a: value_and_grads(*a, heads=2, block_size=2, remat="sublayer"))
     assert [_kernels(remat(*random_stack(4, (16,), 16, 2)).jaxpr).count(name) for name in KERNELS] == [2, 5, 2, 5]
     by_site = jax.make_jaxpr(lambda *a: value_and_grads(*a, heads=2, block_size=2))
-    assert not set(KERNELS) & set(_kernels(by_site(*random_stack(1, (16,), 16, 2, "float32")).jaxpr))
+    assert not set(KERNELS) & set(_kernels(by_site(*random_stack(1, (16,), 16, 2, dtype="float32")).jaxpr))
 
 
 def _kernels(jaxpr) -> list[str]:
@@ -247,7 +234,7 @@ def _kernels(jaxpr) -> list[str]:
 def test_sharded_gradients_equal_unsharded_ones(implementation, rows):
     """Each device routes its own tokens; the query gradient is added up over them exactly once."""
     dtype = "float32" if implementation == "xla" else "bfloat16"
-    inputs, cotangent = random_stack(2, (rows, 3), 16, 2, dtype)
+    inputs, cotangent = random_stack(2, (rows, 3), 16, 2, dtype=dtype)
 
     def loss(inputs, cotangent, token_axes):
         # float32 matrices, so that the sublayers' own gradients are not rounded on each device.
@@ -275,7 +262,7 @@ def test_sharded_gradients_equal_unsharded_ones(implementation, rows):
 
 def test_inside_a_callers_shard_map():
     """With checks of what varies over the mesh: a shared query gets the sum of the devices' gradients."""
-    (x, mats, queries, scales), cotangent = random_stack(2, (4, 3), 16, 2, "float32")
+    (x, mats, queries, scales), cotangent = random_stack(2, (4, 3), 16, 2, dtype="float32")
     mesh = jax.make_mesh((4,), ("a",), axis_types=(AxisType.Auto,))
 
     def loss(queries, run):
