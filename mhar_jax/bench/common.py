@@ -1,0 +1,90 @@
+"""What the subcommands share: options, and what is done with a result."""
+
+import argparse
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mhar_jax.bench import report as reports
+from mhar_jax.errors import UserError
+from mhar_jax.platforms import prefer_present_hardware
+
+
+@dataclass(frozen=True)
+class Clock:
+    """When to begin nothing new. None: never."""
+
+    deadline: float | None = None  # of time.monotonic()
+
+    def over(self) -> bool:
+        """Whether it is that late."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+
+def add_common(p: argparse.ArgumentParser) -> None:
+    """--out and --revision."""
+    p.add_argument("--out", metavar="DIR", help="write the JSON, the table (Markdown) and the pictures there")
+    p.add_argument("--revision", metavar="TEXT", help="revision of the source to record where git cannot tell it")
+
+
+def names(text: str | None, option: str, known: Sequence[str] | None = None) -> list[str]:
+    """A comma-separated list.
+
+    Raises:
+      UserError: empty, a name twice, or one that is not known.
+    """
+    found = [part.strip() for part in (text or "").split(",") if part.strip()]
+    if not found or len(set(found)) < len(found):
+        raise UserError(f"--{option} must be different names separated by commas, got {text!r}")
+    for name in found:
+        if known is not None and name not in known:
+            raise UserError(f"--{option} must be of {', '.join(known)}, got {name!r}")
+    return found
+
+
+def integers(text: str, option: str) -> list[int]:
+    """A comma-separated list of positive integers.
+
+    Raises:
+      UserError: it is not one.
+    """
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise UserError(f"--{option} must be positive integers separated by commas, got {text!r}")
+    return found
+
+
+def at_least(option: str, value: int, least: int) -> None:
+    """Raises UserError below."""
+    if value < least:
+        raise UserError(f"--{option} must be at least {least}, got {value}")
+
+
+def start() -> list[str]:
+    """Chooses the platform; says what the machine's times are worth. The notes of the report."""
+    prefer_present_hardware()
+    import jax
+
+    notes = [reports.CPU_NOTE] if jax.default_backend() == "cpu" else []
+    for note in notes:
+        print(note, file=sys.stderr)
+    return notes
+
+
+def finish(report: reports.Report, out: str | None) -> int:
+    """Prints the table and the notes, writes the files. 1 if a row is wrong or failed, else 0."""
+    from mhar_jax.bench import figures, tables
+
+    tables.show(report)
+    if out:
+        folder = pathlib.Path(out)
+        path = folder / f"{report.kind}.json"
+        report.save(path)
+        written = [path, tables.write_markdown(report, folder), *figures.draw(report, folder)]
+        print("wrote " + ", ".join(str(p) for p in written))
+    return int(any(row.status in ("wrong", "failed") for row in report.rows))

@@ -1,0 +1,180 @@
+"""python -m mhar_jax.bench decode: what depth routing costs in prefill and decode, against the additive model.
+
+Decode is timed as one compiled loop of greedy steps on the device, so that no dispatch from the host hides or adds
+anything. The variants are timed in turns, so that a slow moment of the machine hits all of them.
+"""
+
+import argparse
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from mhar_jax.bench import common, timing
+from mhar_jax.bench.intervals import ratio_of_medians
+from mhar_jax.bench.report import Report, Row, environment, refused, timed
+from mhar_jax.command_line import VARIANTS, parser
+from mhar_jax.config.load import load_config
+from mhar_jax.config.schema import ROUTED_VARIANTS, ModelConfig
+from mhar_jax.errors import UserError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of the subcommand."""
+    p = parser("bench decode", "Time prefill and decode of several variants of one preset; random weights.")
+    p.add_argument("--preset", help="config whose model section is timed; None: mhar_1b, on a CPU tiny")
+    p.add_argument("--variants", default="additive,mhar", help=f"the first is the baseline; of {', '.join(VARIANTS)}")
+    p.add_argument("--implementation", metavar="NAME", help="of depth_route; None: the best for the device")
+    p.add_argument("--set", metavar="F=V", action="append", default=[], help="override of a config field, repeatable")
+    p.add_argument("--batches", help="batch sizes of decode; None: 1,64, on a CPU 1,4")
+    p.add_argument("--prefill", help="batch and length of prefill; None: 8x1024, on a CPU 2x16")
+    p.add_argument(
+        "--prompt", metavar="INT", type=int, help="tokens in the cache before decode; None: 512, on a CPU 16"
+    )
+    p.add_argument("--steps", metavar="INT", type=int, help="tokens decoded in one timing; None: 128, on a CPU 4")
+    p.add_argument("--repeats", metavar="INT", type=int, default=10, help="timings of each")
+    p.add_argument("--profile", metavar="DIR", help="trace one timing of each into this directory")
+    common.add_common(p)
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the subcommand."""
+    options = make_parser().parse_args(list(arguments))
+    return common.finish(run(options, ["decode", *arguments]), options.out)
+
+
+def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock | None = None) -> Report:
+    """Times everything that the options ask for.
+
+    Raises:
+      UserError: an option cannot be used.
+    """
+    clock = clock or common.Clock()
+    variants = common.names(options.variants, "variants", VARIANTS)
+    common.at_least("repeats", options.repeats, 1)
+    notes = common.start()
+    import jax
+
+    cpu = jax.default_backend() == "cpu"
+    batches = common.integers(options.batches or ("1,4" if cpu else "1,64"), "batches")
+    prefill = options.prefill or ("2x16" if cpu else "8x1024")
+    try:
+        rows, length = (int(part) for part in prefill.split("x"))
+    except ValueError:
+        raise UserError(f"--prefill must be like 8x1024, got {prefill!r}") from None
+    prompt, steps = options.prompt or (16 if cpu else 512), options.steps or (4 if cpu else 128)
+    preset = options.preset or ("tiny" if cpu else "mhar_1b")
+    base = load_config(preset, options.set).model
+    changes: dict[str, Any] = {"vocab_size": base.vocab_size or 151_936, "remat": "none"}
+    changes |= {"context": max(base.context, length, prompt + steps), "param_dtype": base.compute_dtype}
+    changes |= {"routing_implementation": options.implementation}
+    base = dataclasses.replace(base, **changes)
+
+    models = {v: _Placed(dataclasses.replace(base, variant=v)) for v in variants}
+    found: list[Row] = []
+    for kind, batch, tokens in [("prefill", rows, length), *(("decode", b, prompt) for b in batches)]:
+        if clock.over():
+            notes.append(f"left out for want of time: {kind} of batch {batch}")
+            continue
+        print(f"{preset}: {kind}, batch {batch}", flush=True)
+        common_part = {"preset": preset, "kind": kind, "batch": batch, "tokens": tokens}
+        of = {
+            v: {**common_part, "variant": v, "implementation": options.implementation if v in ROUTED_VARIANTS else None}
+            for v in variants
+        }
+        found += _measure(of, models, steps, options.repeats, options.profile)
+        gc.collect()
+    return Report("decode", environment(command, options.revision), found, notes)
+
+
+def _measure(
+    of: dict[str, dict[str, Any]], models: dict[str, "_Placed"], steps: int, repeats: int, profile: str | None
+) -> list[Row]:
+    """A row a variant: milliseconds of a prefill, or of a decoded token."""
+    import jax
+
+    rows: dict[str, Row] = {}
+    runs: dict[str, Callable[[], Any]] = {}
+    first_run: dict[str, float] = {}
+    kind = next(iter(of.values()))["kind"]
+    for variant, named in of.items():
+        begin = time.perf_counter()
+        try:
+            run = models[variant].prepare(kind, named["batch"], named["tokens"], steps)
+            jax.block_until_ready(run())
+        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+            status = "unsupported" if isinstance(error, NotImplementedError) else "failed"
+            rows[variant] = refused(named, status, timing.sentence(error))
+            continue
+        first_run[variant], runs[variant] = time.perf_counter() - begin, run
+    per = 1 if kind == "prefill" else steps
+    times = timing.time_in_turns(runs, dict.fromkeys(runs, per), repeats)
+    baseline = times.get(next(iter(of)))
+    for variant in runs:
+        samples = times[variant]
+        if isinstance(samples, Exception):
+            rows[variant] = refused(of[variant], "failed", timing.sentence(samples))
+            continue
+        ratio = ratio_of_medians(baseline, samples, paired=True) if isinstance(baseline, list) else None
+        rows[variant] = timed(
+            of[variant],
+            samples,
+            first_run_s=first_run[variant],
+            ratio=None if ratio is None else ratio.value,
+            ratio_interval=None if ratio is None else [ratio.low, ratio.high],
+        )
+        if profile:
+            with jax.profiler.trace(f"{profile}/{kind}-{of[variant]['batch']}-{variant}"):
+                jax.block_until_ready(runs[variant]())
+    return [rows[variant] for variant in of]
+
+
+class _Placed:
+    """A model on the first device, built when it is first used."""
+
+    def __init__(self, config: ModelConfig):
+        self._config, self._model = config, None
+
+    def prepare(self, kind: str, batch: int, tokens: int, steps: int) -> Callable[[], Any]:
+        """Something to time: one prefill, or `steps` greedy tokens after one."""
+        import jax
+        import jax.numpy as jnp
+        import numpy as np
+
+        placed, config = self._placed(), self._config
+        assert config.vocab_size is not None
+        prompts = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (batch, tokens)), jnp.int32)
+        counts = jnp.full((batch,), tokens, jnp.int32)
+        slots = tokens if kind == "prefill" else tokens + steps
+        prefill = placed.jit("prefill", lambda model, t, n: model.prefill(t, n, slots=slots))
+        if kind == "prefill":
+            return lambda: prefill(prompts, counts)
+        logits, cache = prefill(prompts, counts)
+
+        def loop(model, first, cache):
+            def step(carry, _):
+                token, cache = carry
+                logits, cache = model.extend(token[:, None], cache)
+                return (jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32), cache), None
+
+            return jax.lax.scan(step, (first, cache), None, length=steps)[0][0]
+
+        decode = placed.jit("decode", loop)
+        first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return lambda: decode(first, cache)
+
+    def _placed(self) -> Any:
+        if self._model is None:
+            import jax
+            from flax import nnx
+
+            from mhar_jax.config.schema import MeshConfig
+            from mhar_jax.inference import PlacedModel
+            from mhar_jax.models import build_model
+            from mhar_jax.sharding import make_mesh
+
+            model = build_model(self._config, rngs=nnx.Rngs(0))  # not in one jit: small programs, one a shape
+            self._model = PlacedModel.of(model, make_mesh(MeshConfig(data=1), jax.devices()[:1]))
+        return self._model

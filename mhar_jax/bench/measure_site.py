@@ -1,0 +1,118 @@
+"""One routing site: several calls on different inputs in one program, so that neither cache nor launches count."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import jax
+
+from mhar_jax.bench import check, traffic
+from mhar_jax.bench.candidates import Candidate
+from mhar_jax.bench.measure import Job, Settings, measure
+from mhar_jax.bench.report import Row
+from mhar_jax.bench.shapes import SiteShape
+
+PROGRAM_BYTES = 1.6e9  # moved by one program: 0.4 ms at 4 TB/s, many launches, many times a cache
+MOST_CALLS = 24
+
+
+def measure_site(
+    name: str, shape: SiteShape, layout: str, candidates: Sequence[Candidate], settings: Settings
+) -> list[Row]:
+    """A row for each candidate and pass.
+
+    Args:
+      name: of the preset.
+      layout: "stacked" or "separate" sources.
+    """
+    inputs, cotangents = _inputs(shape, layout, _calls(shape))
+    jobs = []
+    for candidate in candidates:
+        calls = 1 if candidate.interpreted else len(inputs)
+        arrays = (inputs[:calls], cotangents[:calls])
+        for which in traffic.PASSES:
+            lower = partial(_lower, candidate, shape, which)
+            one = partial(lower, inputs[:1], cotangents[:1])
+            named = {"preset": name, "what": "site", "pass": which, "implementation": candidate.name, "layout": layout}
+            job = Job(
+                of={**named, **asdict(shape)},
+                candidate=candidate,
+                lower=one,
+                lower_many=one if calls == 1 else partial(lower, *arrays),
+                calls=calls,
+                run=lambda program, arrays=arrays: program(*arrays),
+                errors=partial(_errors, shape, *arrays),
+                tolerance=check.SITE_TOLERANCE[shape.dtype],
+                bytes_moved=traffic.site_bytes(shape, which),
+                flops=traffic.routing_flops((shape.sources,), shape.dim, shape.tokens, which),
+            )
+            jobs.append(job)
+    return measure(jobs, settings)
+
+
+def _calls(shape: SiteShape) -> int:
+    if jax.default_backend() == "cpu":
+        return 2
+    calls = round(PROGRAM_BYTES / traffic.site_bytes(shape, "forward"))
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is not None:  # sources and their gradients in a quarter of the memory
+        calls = min(calls, int(limit / 8 / (shape.sources * shape.row_bytes)))
+    return max(2, min(MOST_CALLS, calls))
+
+
+def _inputs(shape: SiteShape, layout: str, calls: int) -> tuple[list[dict[str, Any]], list[jax.Array]]:
+    """Random arguments of every call, and cotangents."""
+    row = (shape.tokens, shape.dim)
+
+    @jax.jit
+    def make(key):
+        keys = jax.random.split(key, 5)
+        sources = jax.random.normal(keys[0], (shape.sources, *row), shape.dtype)
+        found: dict[str, Any] = {"sources": sources}
+        found["query"] = jax.random.normal(keys[1], (shape.dim,)) * (shape.heads / shape.dim) ** 0.5
+        if layout == "separate":
+            found["sources"] = tuple(sources[i] for i in range(shape.sources))
+        if shape.delta:
+            found["residual"] = jax.random.normal(keys[2], row, shape.dtype)
+            found["gate"] = 0.5 + jax.random.uniform(keys[3])
+        return found, jax.random.normal(keys[4], row, shape.dtype)
+
+    made = [make(key) for key in jax.random.split(jax.random.key(shape.sources * shape.dim), calls)]
+    return [m[0] for m in made], [m[1] for m in made]
+
+
+def _lower(candidate: Candidate, shape: SiteShape, which: traffic.Pass, inputs: Any, cotangents: Any) -> Any:
+    def route(arrays: dict[str, Any]) -> jax.Array:
+        rest = {k: v for k, v in arrays.items() if k not in ("sources", "query")}
+        return candidate.route(arrays["sources"], arrays["query"], num_heads=shape.heads, **rest)
+
+    @jax.jit
+    def forward(inputs, cotangents):
+        return [(route(arrays), None) for arrays in inputs]
+
+    @jax.jit
+    def both(inputs, cotangents):
+        results = []
+        for arrays, d_out in zip(inputs, cotangents, strict=True):
+            # The residual's gradient is d_out itself; as a result of the program it would be copied.
+            rest = {k: v for k, v in arrays.items() if k == "residual"}
+            of = {k: v for k, v in arrays.items() if k != "residual"}
+            out, vjp = jax.vjp(lambda of, rest=rest: route({**of, **rest}), of)
+            results.append((out, vjp(d_out)[0]))
+        return results
+
+    return (forward if which == "forward" else both).lower(inputs, cotangents)
+
+
+def _errors(shape: SiteShape, inputs: Any, cotangents: Any, program: Any) -> dict[str, float]:
+    """Of the program that is timed: the worst of its first and its last call."""
+    tokens = check.some_tokens(shape.tokens)
+    masked = [check.only_at(tokens, d) for d in cotangents]
+    results = program(inputs, masked)
+    found: dict[str, float] = {}
+    for i in {0, len(inputs) - 1}:
+        out, grads = results[i]
+        errors = check.site_errors(inputs[i], shape.heads, tokens, out, masked[i], grads)
+        found = {k: check.larger(e, found.get(k, 0.0)) for k, e in errors.items()}
+    return found

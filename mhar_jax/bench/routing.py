@@ -1,0 +1,146 @@
+"""python -m mhar_jax.bench routing: time of depth_route, and of a whole model's routing, on this device.
+
+Every candidate's result is held against float64 before it is timed, and a wrong one gets no time.
+"""
+
+import argparse
+import importlib
+from collections.abc import Sequence
+
+from mhar_jax.bench import common, shapes
+from mhar_jax.bench.report import Report, environment
+from mhar_jax.command_line import parser
+from mhar_jax.errors import UserError, one_line
+
+LAYOUTS = ("stacked", "separate", "site_by_site", "blocked")
+SLOW_SITES = 32  # XLA compiles a whole model's routing in plain jnp for minutes from about here on
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Of the subcommand."""
+    p = parser("bench routing", "Time depth_route and a whole model's routing, forward and forward + backward.")
+    everywhere = "None: tiny on a CPU, 100m,350m,1b,8b-delta elsewhere"
+    p.add_argument("--presets", metavar="NAMES", help=f"of {', '.join(shapes.PRESETS)}; {everywhere}")
+    p.add_argument("--shapes", metavar="NxDxH", help="single sites instead, sources x D x heads: 24x4096x1,9x512x4")
+    p.add_argument("--delta", action="store_true", help="with --shapes: the form with residual and gate")
+    p.add_argument("--sources", metavar="INTS", help="sources of the single sites; None: the presets' own")
+    p.add_argument("--tokens", metavar="INT", type=int, help="tokens of a single site; None: the presets' own")
+    p.add_argument("--dtype", default="bfloat16", choices=shapes.DTYPES, help="storage of the sources")
+    p.add_argument(
+        "--implementations",
+        metavar="NAMES",
+        help="None: xla and the platform's kernels; on a CPU all at single sites, xla for models",
+    )
+    p.add_argument("--module", metavar="NAME", help="Python module to import first; it may register candidates")
+    words = "stacked, separate: sources of a single site as one array or many; site_by_site, blocked: a whole model"
+    p.add_argument("--layouts", metavar="NAMES", default="stacked,site_by_site,blocked", help=words)
+    p.add_argument("--blocks", metavar="INTS", help="sites a block; None: as each implementation chooses")
+    p.add_argument("--slow-compiles", action="store_true", help=f"also xla over more than {SLOW_SITES} sites on GPUs")
+    p.add_argument("--samples", metavar="INT", type=int, default=12, help="timings of each, at least 10")
+    p.add_argument("--threads", metavar="INT", type=int, default=1, help="programs compiled at once")
+    p.add_argument("--profile", action="store_true", help="time of each kernel of a whole model, from a trace")
+    common.add_common(p)
+    return p
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs the subcommand."""
+    options = make_parser().parse_args(list(arguments))
+    return common.finish(run(options, ["routing", *arguments]), options.out)
+
+
+def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock | None = None) -> Report:
+    """Times everything that the options ask for.
+
+    Raises:
+      UserError: an option cannot be used.
+    """
+    clock = clock or common.Clock()
+    common.at_least("samples", options.samples, 10)
+    common.at_least("threads", options.threads, 1)
+    layouts = common.names(options.layouts, "layouts", LAYOUTS)
+    blocks = common.integers(options.blocks, "blocks") if options.blocks else [None]
+    sources = common.integers(options.sources, "sources") if options.sources else None
+    if options.tokens is not None:
+        common.at_least("tokens", options.tokens, 1)
+    notes = common.start()
+    import jax
+
+    from mhar_jax.bench import candidates
+    from mhar_jax.bench.measure import Settings
+    from mhar_jax.bench.measure_model import measure_model
+    from mhar_jax.bench.measure_site import measure_site
+    from mhar_jax.bench.timing import copy_bandwidth
+
+    if options.module:
+        try:
+            importlib.import_module(options.module)
+        except ImportError as error:
+            raise UserError(f"--module {options.module} cannot be imported: {one_line(error)}") from None
+    platform = jax.default_backend()
+    chosen = [candidates.find(name) for name in _implementations(options.implementations, platform)]
+    given = options.presets or ("tiny" if platform == "cpu" else "100m,350m,1b,8b-delta")
+    presets = {} if options.shapes else {n: shapes.preset(n) for n in common.names(given, "presets")}
+    sites = _sites(options, presets, sources)
+    copy = copy_bandwidth()
+    settings = Settings(options.samples, options.threads, copy, options.profile)
+    print(f"copy {copy:.3f} TB/s", flush=True)
+
+    rows = []
+    for name, site in sites:
+        for layout in (x for x in layouts if x in ("stacked", "separate")):
+            if clock.over():
+                notes.append(f"left out for want of time: {site.sources} sources of {name}, {layout}")
+                continue
+            print(f"{name}: {site.sources} sources, D {site.dim}, {layout}", flush=True)
+            rows += measure_site(name, site, layout, chosen, settings)
+    for name, p in presets.items():
+        model = p.model.__class__(**{**p.model.__dict__, "dtype": options.dtype})
+        runs = []
+        for candidate in chosen:
+            for layout in (x for x in layouts if x in ("site_by_site", "blocked")):
+                if layout == "blocked" and (model.delta or candidate.stack is None):
+                    continue
+                if candidate.interpreted and options.implementations is None:
+                    continue  # minutes, for nothing; runs when named
+                slow = platform == "gpu" and candidate.name == "xla" and model.sites > SLOW_SITES
+                if slow and not options.slow_compiles:
+                    notes.append(
+                        f"left out, since XLA compiles it for minutes: xla {layout} of {name} (--slow-compiles)"
+                    )
+                    continue
+                for block in blocks if layout == "blocked" else [None]:
+                    size = (block or candidate.block(model.sites)) if layout == "blocked" else None
+                    runs.append((candidate, None if size is None else min(size, model.sites)))
+        if clock.over():
+            notes.append(f"left out for want of time: all sites of {name}")
+        elif runs:
+            print(f"{name}: all {model.sites} sites", flush=True)
+            rows += measure_model(name, model, runs, settings)
+    found = {**environment(command, options.revision), "compile_threads": options.threads}
+    return Report("routing", found, rows, notes, copy)
+
+
+def _implementations(given: str | None, platform: str) -> list[str]:
+    if given is not None:
+        return common.names(given, "implementations")
+    return {"gpu": ["triton", "xla"], "tpu": ["pallas_tpu", "xla"]}.get(platform, ["xla", "triton", "pallas_tpu"])
+
+
+def _sites(
+    options: argparse.Namespace, presets: dict[str, shapes.Preset], sources: list[int] | None
+) -> list[tuple[str, shapes.SiteShape]]:
+    """The single sites to time, with the name they go by."""
+    if options.shapes:
+        tokens = options.tokens or 8192
+        parse = lambda text: shapes.parse_site(text, tokens, options.dtype, options.delta)
+        return [("custom", parse(text)) for text in common.names(options.shapes, "shapes")]
+    found = []
+    for name, p in presets.items():
+        for site in p.sites(options.dtype):
+            for n in sources or [site.sources]:
+                changed = {"sources": n, "tokens": options.tokens or site.tokens}
+                item = (name, shapes.SiteShape(**{**site.__dict__, **changed}))
+                if item not in found:
+                    found.append(item)
+    return found

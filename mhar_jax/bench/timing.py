@@ -1,0 +1,121 @@
+"""Compiling and timing on a device: queued runs, waited for at the end, candidate after candidate in turns."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import jax
+
+from mhar_jax.errors import one_line
+
+SAMPLES = 12
+_SAMPLE_SECONDS = 0.03  # least device time of one sample, so that the clock and the last wait do not count
+_MOST_RUNS = 64  # queued in one sample
+
+
+class Compiled(NamedTuple):
+    """A compiled program and what it took."""
+
+    program: Any
+    seconds: float  # tracing, lowering and compiling
+    peak_bytes: int  # arguments, results and temporaries that exist at once
+
+
+def compile_all[Key](jobs: Mapping[Key, Callable[[], Any]], threads: int = 1) -> dict[Key, "Compiled | Exception"]:
+    """Compiles what each job lowers; what a job or the compiler raised stands in its place.
+
+    Args:
+      jobs: name -> a function that returns `jax.jit(f).lower(...)`. Lowered one after another.
+      threads: programs compiled at once.
+    """
+    found: dict[Key, Compiled | Exception] = {}
+    lowered: dict[Key, tuple[Any, float]] = {}
+    for name, job in jobs.items():
+        begin = time.perf_counter()
+        try:
+            lowered[name] = (job(), time.perf_counter() - begin)
+        except Exception as error:  # reported in the candidate's row
+            found[name] = error
+
+    def compile_one(item: tuple[Any, float]) -> Compiled | Exception:
+        begin = time.perf_counter()
+        try:
+            program = item[0].compile()
+        except Exception as error:  # a compiler that runs out of memory or registers is a result too
+            return error
+        return Compiled(program, item[1] + time.perf_counter() - begin, peak_bytes(program))
+
+    with ThreadPoolExecutor(threads) as pool:
+        found.update(zip(lowered, pool.map(compile_one, lowered.values()), strict=True))
+    return found
+
+
+def peak_bytes(program: Any) -> int:
+    """Bytes that a compiled program needs at most, by the compiler's own account."""
+    memory = program.memory_analysis()
+    if memory is None:
+        return 0
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return int(held - memory.alias_size_in_bytes)
+
+
+def time_in_turns[Key](
+    runs: Mapping[Key, Callable[[], Any]],
+    calls: Mapping[Key, int],
+    samples: int = SAMPLES,
+    seconds: float = _SAMPLE_SECONDS,
+) -> dict[Key, list[float] | Exception]:
+    """Milliseconds a call, `samples` times for each program, in turns so that a slow moment hits all of them.
+
+    Args:
+      runs: name -> a function that queues one run of the program and returns its arrays.
+      calls: name -> calls that one run holds.
+      samples: of each.
+      seconds: least length of a sample; a run that takes longer is a sample by itself.
+    """
+    found: dict[Key, list[float] | Exception] = {}
+    repeats: dict[Key, int] = {}
+    for name, run in runs.items():
+        try:
+            jax.block_until_ready(run())
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            repeats[name] = max(1, min(_MOST_RUNS, int(seconds / (time.perf_counter() - begin))))
+            found[name] = []
+        except jax.errors.JaxRuntimeError as error:  # out of memory
+            found[name] = error
+    for _ in range(samples):
+        for name, count in repeats.items():
+            begin = time.perf_counter()
+            for _ in range(count):
+                last = runs[name]()
+            jax.block_until_ready(last)
+            row = found[name]
+            assert isinstance(row, list)
+            row.append((time.perf_counter() - begin) / count / calls[name] * 1e3)
+            del last
+    return found
+
+
+def once(run: Callable[[], Any]) -> float:
+    """Milliseconds of one run."""
+    begin = time.perf_counter()
+    jax.block_until_ready(run())
+    return (time.perf_counter() - begin) * 1e3
+
+
+def copy_bandwidth() -> float:
+    """TB/s of reading one large array of random bits and writing another: the better of two ways to copy."""
+    numbers = {"cpu": 2**24, "tpu": 2**28}.get(jax.default_backend(), 2**30)
+    x = jax.random.bits(jax.random.key(0), (numbers,), "uint32")
+    programs = {"copy": jax.jit(jax.numpy.copy), "flip": jax.jit(lambda x: x ^ 1)}
+    times = time_in_turns({k: lambda f=f: f(x) for k, f in programs.items()}, dict.fromkeys(programs, 1))
+    best = min(statistics.median(t) for t in times.values() if isinstance(t, list))
+    return 2 * x.nbytes / best / 1e9
+
+
+def sentence(error: Exception) -> str:
+    """An error for a row of the table."""
+    return f"{type(error).__name__}: {one_line(error, 300)}"
