@@ -19,8 +19,10 @@ CHAIN_TOKENS = 32  # of a small stack
 # its result once, and some backends a weight or an intermediate gradient once more. Sums in float32 are within 1e-5,
 # but a query's gradient is a difference of numbers a hundred times larger.
 SITE_TOLERANCE = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 1e-4}
-# A chain of sites rounds at each of them, and later weights depend on what was rounded.
-MODEL_TOLERANCE = {"bfloat16": 3e-2, "float16": 4e-3, "float32": 4e-4}
+# A chain of sites rounds at each of them, and later weights depend on what was rounded: 18 blocked sites in plain jnp
+# are within 7e-3 (queries), 64 delta sites within 6e-3 (the stream), 6 sites in float32 within 8e-7. Some backends
+# keep partial sums between kernels in 16 bits.
+MODEL_TOLERANCE = {"bfloat16": 1.5e-2, "float16": 3e-3, "float32": 1e-4}
 
 Arrays = dict[str, Any]
 

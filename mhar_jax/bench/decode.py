@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mhar_jax.bench import common, timing
+from mhar_jax.bench.configs import SMALL_MODEL, with_variant
 from mhar_jax.bench.intervals import ratio_of_medians
-from mhar_jax.bench.report import Report, Row, environment, refused, timed
+from mhar_jax.bench.report import Report, Row, Status, environment, refused, timed
 from mhar_jax.command_line import VARIANTS, parser
 from mhar_jax.config.load import load_config
 from mhar_jax.config.schema import ROUTED_VARIANTS, ModelConfig
 from mhar_jax.errors import UserError
+from mhar_kernels import IMPLEMENTATIONS
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -25,13 +27,11 @@ def make_parser() -> argparse.ArgumentParser:
     p = parser("bench decode", "Time prefill and decode of several variants of one preset; random weights.")
     p.add_argument("--preset", help="config whose model section is timed; None: mhar_1b, on a CPU tiny")
     p.add_argument("--variants", default="additive,mhar", help=f"the first is the baseline; of {', '.join(VARIANTS)}")
-    p.add_argument("--implementation", metavar="NAME", help="of depth_route; None: the best for the device")
+    p.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of depth_route; None: the best for the device")
     p.add_argument("--set", metavar="F=V", action="append", default=[], help="override of a config field, repeatable")
     p.add_argument("--batches", help="batch sizes of decode; None: 1,64, on a CPU 1,4")
     p.add_argument("--prefill", help="batch and length of prefill; None: 8x1024, on a CPU 2x16")
-    p.add_argument(
-        "--prompt", metavar="INT", type=int, help="tokens in the cache before decode; None: 512, on a CPU 16"
-    )
+    p.add_argument("--prompt", metavar="INT", type=int, help="tokens cached before decode; None: 512, on a CPU 16")
     p.add_argument("--steps", metavar="INT", type=int, help="tokens decoded in one timing; None: 128, on a CPU 4")
     p.add_argument("--repeats", metavar="INT", type=int, default=10, help="timings of each")
     p.add_argument("--profile", metavar="DIR", help="trace one timing of each into this directory")
@@ -66,13 +66,13 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
         raise UserError(f"--prefill must be like 8x1024, got {prefill!r}") from None
     prompt, steps = options.prompt or (16 if cpu else 512), options.steps or (4 if cpu else 128)
     preset = options.preset or ("tiny" if cpu else "mhar_1b")
-    base = load_config(preset, options.set).model
+    base = load_config(preset, [*(SMALL_MODEL if cpu and options.preset is None else []), *options.set]).model
     changes: dict[str, Any] = {"vocab_size": base.vocab_size or 151_936, "remat": "none"}
     changes |= {"context": max(base.context, length, prompt + steps), "param_dtype": base.compute_dtype}
-    changes |= {"routing_implementation": options.implementation}
     base = dataclasses.replace(base, **changes)
 
-    models = {v: _Placed(dataclasses.replace(base, variant=v)) for v in variants}
+    named = {v: options.implementation if v in ROUTED_VARIANTS else None for v in variants}
+    models = {v: _Placed(with_variant(base, v, named[v])) for v in variants}
     found: list[Row] = []
     for kind, batch, tokens in [("prefill", rows, length), *(("decode", b, prompt) for b in batches)]:
         if clock.over():
@@ -80,10 +80,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
             continue
         print(f"{preset}: {kind}, batch {batch}", flush=True)
         common_part = {"preset": preset, "kind": kind, "batch": batch, "tokens": tokens}
-        of = {
-            v: {**common_part, "variant": v, "implementation": options.implementation if v in ROUTED_VARIANTS else None}
-            for v in variants
-        }
+        of = {v: {**common_part, "variant": v, "implementation": named[v]} for v in variants}
         found += _measure(of, models, steps, options.repeats, options.profile)
         gc.collect()
     return Report("decode", environment(command, options.revision), found, notes)
@@ -105,7 +102,7 @@ def _measure(
             run = models[variant].prepare(kind, named["batch"], named["tokens"], steps)
             jax.block_until_ready(run())
         except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            status = "unsupported" if isinstance(error, NotImplementedError) else "failed"
+            status: Status = "unsupported" if isinstance(error, NotImplementedError) else "failed"
             rows[variant] = refused(named, status, timing.sentence(error))
             continue
         first_run[variant], runs[variant] = time.perf_counter() - begin, run
@@ -135,7 +132,8 @@ class _Placed:
     """A model on the first device, built when it is first used."""
 
     def __init__(self, config: ModelConfig):
-        self._config, self._model = config, None
+        self._config = config
+        self._model: Any = None
 
     def prepare(self, kind: str, batch: int, tokens: int, steps: int) -> Callable[[], Any]:
         """Something to time: one prefill, or `steps` greedy tokens after one."""

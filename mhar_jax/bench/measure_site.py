@@ -41,7 +41,7 @@ def measure_site(
                 lower=one,
                 lower_many=one if calls == 1 else partial(lower, *arrays),
                 calls=calls,
-                run=lambda program, arrays=arrays: program(*arrays),
+                run=partial(_run, arrays),
                 errors=partial(_errors, shape, *arrays),
                 tolerance=check.SITE_TOLERANCE[shape.dtype],
                 bytes_moved=traffic.site_bytes(shape, which),
@@ -49,6 +49,10 @@ def measure_site(
             )
             jobs.append(job)
     return measure(jobs, settings)
+
+
+def _run(arrays: tuple[Any, Any], program: Any) -> Any:
+    return program(*arrays)
 
 
 def _calls(shape: SiteShape) -> int:

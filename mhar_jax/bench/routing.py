@@ -6,11 +6,16 @@ Every candidate's result is held against float64 before it is timed, and a wrong
 import argparse
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mhar_jax.bench import common, shapes
 from mhar_jax.bench.report import Report, environment
 from mhar_jax.command_line import parser
 from mhar_jax.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from mhar_jax.bench.candidates import Candidate
 
 LAYOUTS = ("stacked", "separate", "site_by_site", "blocked")
 SLOW_SITES = 32  # XLA compiles a whole model's routing in plain jnp for minutes from about here on
@@ -95,23 +100,10 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
             print(f"{name}: {site.sources} sources, D {site.dim}, {layout}", flush=True)
             rows += measure_site(name, site, layout, chosen, settings)
     for name, p in presets.items():
-        model = p.model.__class__(**{**p.model.__dict__, "dtype": options.dtype})
-        runs = []
-        for candidate in chosen:
-            for layout in (x for x in layouts if x in ("site_by_site", "blocked")):
-                if layout == "blocked" and (model.delta or candidate.stack is None):
-                    continue
-                if candidate.interpreted and options.implementations is None:
-                    continue  # minutes, for nothing; runs when named
-                slow = platform == "gpu" and candidate.name == "xla" and model.sites > SLOW_SITES
-                if slow and not options.slow_compiles:
-                    notes.append(
-                        f"left out, since XLA compiles it for minutes: xla {layout} of {name} (--slow-compiles)"
-                    )
-                    continue
-                for block in blocks if layout == "blocked" else [None]:
-                    size = (block or candidate.block(model.sites)) if layout == "blocked" else None
-                    runs.append((candidate, None if size is None else min(size, model.sites)))
+        model = replace(p.model, dtype=options.dtype)
+        every = options.implementations is not None
+        runs, left_out = model_runs(name, model, chosen, layouts, blocks, platform, options.slow_compiles, every)
+        notes += left_out
         if clock.over():
             notes.append(f"left out for want of time: all sites of {name}")
         elif runs:
@@ -119,6 +111,40 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
             rows += measure_model(name, model, runs, settings)
     found = {**environment(command, options.revision), "compile_threads": options.threads}
     return Report("routing", found, rows, notes, copy)
+
+
+def model_runs(
+    name: str,
+    model: shapes.ModelShape,
+    chosen: Sequence["Candidate"],
+    layouts: Sequence[str],
+    blocks: Sequence[int | None],
+    platform: str,
+    slow: bool,
+    all_of: bool,
+) -> tuple[list[tuple["Candidate", int | None]], list[str]]:
+    """How a whole model is run: candidates with the sites of a block (None: site by site); and notes on what is not.
+
+    Args:
+      slow: also what takes minutes to compile.
+      all_of: also what is interpreted, which takes minutes for nothing.
+    """
+    runs: list[tuple[Candidate, int | None]] = []
+    notes = []
+    for candidate in chosen:
+        for layout in (x for x in layouts if x in ("site_by_site", "blocked")):
+            if layout == "blocked" and (model.delta or candidate.stack is None):
+                continue
+            if candidate.interpreted and not all_of:
+                continue
+            if platform == "gpu" and candidate.name == "xla" and model.sites > SLOW_SITES and not slow:
+                notes.append(f"left out, XLA compiles it for minutes: xla {layout} of {name} (--slow-compiles)")
+                continue
+            if layout == "site_by_site":
+                runs.append((candidate, None))
+            else:
+                runs += [(candidate, min(b or candidate.block(model.sites), model.sites)) for b in blocks]
+    return runs, notes
 
 
 def _implementations(given: str | None, platform: str) -> list[str]:
@@ -139,8 +165,7 @@ def _sites(
     for name, p in presets.items():
         for site in p.sites(options.dtype):
             for n in sources or [site.sources]:
-                changed = {"sources": n, "tokens": options.tokens or site.tokens}
-                item = (name, shapes.SiteShape(**{**site.__dict__, **changed}))
+                item = (name, replace(site, sources=n, tokens=options.tokens or site.tokens))
                 if item not in found:
                     found.append(item)
     return found

@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -111,7 +112,7 @@ def copy_bandwidth() -> float:
     numbers = {"cpu": 2**24, "tpu": 2**28}.get(jax.default_backend(), 2**30)
     x = jax.random.bits(jax.random.key(0), (numbers,), "uint32")
     programs = {"copy": jax.jit(jax.numpy.copy), "flip": jax.jit(lambda x: x ^ 1)}
-    times = time_in_turns({k: lambda f=f: f(x) for k, f in programs.items()}, dict.fromkeys(programs, 1))
+    times = time_in_turns({k: partial(f, x) for k, f in programs.items()}, dict.fromkeys(programs, 1))
     best = min(statistics.median(t) for t in times.values() if isinstance(t, list))
     return 2 * x.nbytes / best / 1e9
 

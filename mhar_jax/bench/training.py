@@ -11,20 +11,21 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from mhar_jax.bench import common, timing
+from mhar_jax.bench.configs import SMALL_MODEL, with_variant
 from mhar_jax.bench.intervals import ratio_of_medians
-from mhar_jax.bench.report import Report, Row, environment, refused, timed
+from mhar_jax.bench.report import Report, Row, Status, environment, refused, timed
 from mhar_jax.command_line import VARIANTS, parser
 from mhar_jax.config.load import load_config
 from mhar_jax.config.schema import ROUTED_VARIANTS, Config
 from mhar_jax.errors import UserError
+from mhar_kernels import IMPLEMENTATIONS, UnsupportedInputError
 
 # The paper's micro-batches (sequences a device), by preset.
 MICRO_BATCHES = {"mhar_100m": 8, "mhar_350m": 4, "mhar_1b": 2}
-# Without a preset on a CPU: small enough for a minute.
-_SMALL = ["batch_size=8", "seq_len=32", "model.num_layers=2", "model.d_model=64", "model.ffn_dim=128"]
 # Losses of one variant's first step by two implementations: means over thousands of tokens of numbers near 10 that
 # bfloat16 activations put off by some 1e-3 each.
 LOSS_TOLERANCE = 2e-3
@@ -59,7 +60,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     """
     clock = clock or common.Clock()
     variants = common.names(options.variants, "variants", VARIANTS)
-    implementations = common.names(options.implementations, "implementations")
+    implementations = common.names(options.implementations, "implementations", ("best", *IMPLEMENTATIONS))
     for option in ("windows", "threads"):
         common.at_least(option, getattr(options, option), 1)
     if options.steps is not None:
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     import jax
 
     cpu = jax.default_backend() == "cpu"
-    small = _SMALL if cpu and options.presets is None else []
+    small = [*SMALL_MODEL, "batch_size=8", "seq_len=32"] if cpu and options.presets is None else []
     presets = common.names(options.presets or ("tiny" if cpu else "mhar_100m,mhar_1b"), "presets")
     pairs = [(v, i) for v in variants for i in (implementations if v in ROUTED_VARIANTS else [None])]
     configs = {p: _configs(p, pairs, [*small, *options.set], jax.device_count()) for p in presets}
@@ -98,13 +99,8 @@ def _configs(preset: str, pairs: list[Pair], overrides: list[str], devices: int)
     vocabulary = base.model.vocab_size or 151_936  # Qwen3's
     found = {}
     for variant, implementation in pairs:
-        of: dict[str, Any] = {"variant": variant, "vocab_size": vocabulary}
-        if implementation not in (None, "best"):
-            of["routing_implementation"] = implementation
-        try:
-            model = dataclasses.replace(base.model, **of)
-        except ValueError as error:
-            raise UserError(f"{variant} ({implementation}) cannot be: {error}") from None
+        named = None if implementation == "best" else implementation
+        model = dataclasses.replace(with_variant(base.model, variant, named), vocab_size=vocabulary)
         found[variant, implementation] = dataclasses.replace(base, model=model)
     return found
 
@@ -117,34 +113,35 @@ def _measure(preset: str, configs: dict[Pair, Config], steps: int, windows: int,
     from mhar_jax.training.step import make_trainer
 
     trainers = {pair: make_trainer(config, make_mesh(config.mesh)) for pair, config in configs.items()}
-    programs = timing.compile_all(
-        {pair: lambda t=t: t.step.lower(t.shapes, t.batch) for pair, t in trainers.items()}, threads
-    )
-    of, rows, states, batches, losses = {}, {}, {}, {}, {}
+    jobs = {pair: partial(t.step.lower, t.shapes, t.batch) for pair, t in trainers.items()}
+    compiled = timing.compile_all(jobs, threads)
+    rows: dict[Pair, Row] = {}
+    programs: dict[Pair, timing.Compiled] = {}
+    states: dict[Pair, Any] = {}
+    batches: dict[Pair, list[jax.Array]] = {}
+    losses: dict[Pair, float] = {}
+    of: dict[Pair, dict[str, Any]] = {}
     for pair, config in configs.items():
         variant, implementation = pair
         of[pair] = {"preset": preset, "variant": variant, "implementation": implementation}
         of[pair] |= {"batch_size": config.batch_size, "seq_len": config.seq_len}
-        program = programs[pair]
+        program, trainer = compiled[pair], trainers[pair]
         try:
             if isinstance(program, Exception):
                 raise program
-            trainer = trainers[pair]
-            rng = np.random.default_rng(0)
-            draw = lambda: rng.integers(0, config.model.vocab_size, trainer.batch.shape, np.int32)
-            batches[pair] = [jax.device_put(draw(), trainer.batch.sharding) for _ in range(4)]
-            states[pair], metrics = program.program(trainer.init(), batches[pair][0])
+            shape, vocabulary = trainer.batch.shape, config.model.vocab_size or 0
+            tokens = np.random.default_rng(0).integers(0, vocabulary, (4, *shape), np.int32)
+            batches[pair] = [jax.device_put(t, trainer.batch.sharding) for t in tokens]
+            state, metrics = program.program(trainer.init(), batches[pair][0])
             losses[pair] = float(metrics["loss"])
-        except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            status = "unsupported" if isinstance(error, NotImplementedError) else "failed"
+        except (jax.errors.JaxRuntimeError, UnsupportedInputError) as error:
+            status: Status = "unsupported" if isinstance(error, UnsupportedInputError) else "failed"
             rows[pair] = refused(of[pair], status, timing.sentence(error))
-            states.pop(pair, None)
             continue
         if (problem := _problem(pair, losses)) is not None:
-            rows[pair] = refused(
-                of[pair], "wrong", problem, first_loss=losses[pair] if math.isfinite(losses[pair]) else None
-            )
-            del states[pair]
+            rows[pair] = refused(of[pair], "wrong", problem)
+        else:
+            states[pair], programs[pair] = state, program
 
     samples: dict[Pair, list[float]] = {pair: [] for pair in states}
     for window in range(windows + 1):

@@ -1,0 +1,161 @@
+"""Each subcommand once, on the smallest models, and the mistakes users make."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mhar_jax.bench import __main__ as bench
+from mhar_jax.bench import common, report, routing
+from mhar_jax.training import hardware
+
+
+def rows_of(path, kind: str) -> list[report.Row]:
+    """Of a saved result, which has the schema and says that a CPU's times mean nothing."""
+    saved = report.load(path / f"{kind}.json")
+    assert saved.notes[0] == report.CPU_NOTE
+    assert saved.environment["command"][:4] == ["python", "-m", "mhar_jax.bench", kind]
+    assert saved.environment["git"] is None or len(saved.environment["git"]["revision"]) == 40
+    assert (path / f"{kind}.md").read_text().count("\n|") == len(saved.rows) + 2
+    return saved.rows
+
+
+def test_routing(tmp_path, capsys):
+    arguments = ["--implementations=xla,triton", "--sources=2", "--layouts=stacked,blocked", f"--out={tmp_path}"]
+    assert bench.main(["routing", "--presets=tiny", *arguments]) == 0
+    assert "mean nothing at all" in capsys.readouterr().err
+    rows = rows_of(tmp_path, "routing")
+    assert len(rows) == 2 * 2 * 2  # implementations, passes, a site and a model
+    assert {row.status for row in rows} == {"ok"}
+    for row in rows:
+        m = row.metrics
+        assert len(row.samples_ms) == (1 if m["interpreted"] else 12)
+        assert m["interpreted"] == (row.of["implementation"] == "triton")
+        assert m["quartile_low_ms"] <= m["median_ms"] <= m["quartile_high_ms"]
+        assert m["tb_per_s"] == pytest.approx(m["bytes"] / m["median_ms"] / 1e9)
+        assert 0 < m["error"] < 1.5e-2
+        assert m["peak_bytes"] > 0
+        assert m["compile_s"] > 0
+    # 16 tokens x 128 numbers x 2 bytes, of two sources and the mix
+    assert next(r for r in rows if r.of["what"] == "site").metrics["bytes"] == 3 * 4096
+    for name in ("routing_sources.png", "routing_roofline.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_training(tmp_path, monkeypatch):
+    monkeypatch.setitem(hardware._PEAK, "cpu", 1e12)
+    arguments = ["--steps=1", "--windows=3", "--set=model.num_layers=1", f"--out={tmp_path}"]
+    assert bench.main(["training", "--implementations=xla,reference", *arguments]) == 0
+    rows = rows_of(tmp_path, "training")
+    names = [(row.of["variant"], row.of["implementation"]) for row in rows]
+    assert names == [("additive", None), ("mhar", "xla"), ("mhar", "reference")]
+    assert rows[0].metrics["ratio"] == 1
+    for row in rows:
+        m = row.metrics
+        assert m["ratio"] == pytest.approx(rows[0].metrics["median_ms"] / m["median_ms"])
+        assert m["ratio_interval"][0] <= m["ratio"] <= m["ratio_interval"][1]
+        assert m["tokens_per_s"] == pytest.approx(8 * 32 / m["median_ms"] * 1e3)
+        assert m["mfu"] == pytest.approx(m["tflops"])  # of 1 TFLOP/s
+        assert len(row.samples_ms) == 3
+    assert rows[1].metrics["first_loss"] == pytest.approx(rows[2].metrics["first_loss"], rel=1e-5)
+    assert (tmp_path / "training_ratios.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_without_a_known_peak_has_no_mfu(tmp_path):
+    arguments = ["--variants=additive", "--steps=1", "--windows=1", "--set=model.num_layers=1", f"--out={tmp_path}"]
+    assert bench.main(["training", *arguments]) == 0
+    assert rows_of(tmp_path, "training")[0].metrics["mfu"] is None
+
+
+def test_decode(tmp_path):
+    arguments = ["--batches=2", "--steps=2", "--repeats=3", "--set=model.num_layers=1", f"--out={tmp_path}"]
+    assert bench.main(["decode", "--prefill=1x4", "--prompt=3", *arguments]) == 0
+    rows = rows_of(tmp_path, "decode")
+    named = [(row.of["kind"], row.of["batch"], row.of["variant"]) for row in rows]
+    assert named == [(k, b, v) for k, b in (("prefill", 1), ("decode", 2)) for v in ("additive", "mhar")]
+    for baseline, row in (rows[:2], rows[2:]):
+        assert len(row.samples_ms) == 3
+        assert row.metrics["ratio"] == pytest.approx(row.metrics["median_ms"] / baseline.metrics["median_ms"])
+
+
+def test_all_leaves_out_what_there_is_no_time_for(tmp_path):
+    """A deadline that has passed: every part is there, empty, and says what it left out."""
+    assert bench.main(["all", f"--out={tmp_path}", "--minutes=0.00001"]) == 0
+    for kind in ("routing", "training", "decode"):
+        saved = report.load(tmp_path / f"{kind}.json")
+        assert saved.rows == []
+        assert any("for want of time" in note for note in saved.notes)
+        assert saved.environment["command"][3] == "all"
+
+
+def test_slow_compiles_are_left_out_on_gpus():
+    """XLA is not asked for a whole model of many sites there, and the notes say so."""
+    from mhar_jax.bench import candidates, shapes
+
+    found, notes = routing.model_runs(
+        "1b", shapes.PRESETS["1b"].model, [candidates.find("xla")], ["blocked"], [None], "gpu", False, True
+    )
+    assert found == []
+    assert "--slow-compiles" in notes[0]
+    found, notes = routing.model_runs(
+        "1b", shapes.PRESETS["1b"].model, [candidates.find("xla")], ["blocked"], [None], "gpu", True, True
+    )
+    assert [block for _, block in found] == [8]
+    assert notes == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["flying"], "must be of routing, training, decode, compile, all, compare"),
+        (["routing", "--implementations=cuda"], "--implementations must be of xla, triton"),
+        (["routing", "--presets=7b"], "a preset must be of tiny"),
+        (["routing", "--samples=3"], "--samples must be at least 10"),
+        (["routing", "--layouts=sideways"], "--layouts must be of"),
+        (["routing", "--sources=0"], "--sources must be positive integers"),
+        (["routing", "--module=no_such_module"], "cannot be imported"),
+        (["training", "--variants=foo"], "--variants must be of"),
+        (["training", "--steps=0"], "--steps must be at least 1"),
+        (["training", "--implementations=cuda"], "--implementations must be of best, reference"),
+        (["training", "--presets=mhar_100m", "--set=batch_size=3"], "multiple of the 8 devices"),
+        (["decode", "--prefill=8"], "--prefill must be like 8x1024"),
+        (["decode", "--batches=none"], "--batches must be positive integers"),
+        (["all", "--out=x", "--parts=some"], "--parts must be of routing"),
+        (["all", "--out=x", "--minutes=0"], "--minutes must be positive"),
+        (["compile"], "--topology"),
+    ],
+)
+def test_bad_input_is_one_sentence(arguments, words, capsys):
+    assert bench.main(arguments) == 2
+    error = capsys.readouterr().err.removeprefix(report.CPU_NOTE + "\n")
+    assert words in error
+    assert error.count("\n") == 1
+
+
+def test_help_needs_no_device(capsys):
+    assert bench.main([]) == 0
+    assert "routing   depth_route" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        bench.main(["routing", "--help"])
+    assert "default: 12" in capsys.readouterr().out
+
+
+def test_grain_is_not_needed():
+    """The data pipeline is no part of a benchmark; machines with a chip may lack it."""
+    modules = "routing, measure_model, measure_site, training, decode, tables, figures, everything"
+    code = f"""
+import sys
+sys.modules["grain"] = None  # an import of it raises
+from mhar_jax.bench import {modules}
+import mhar_jax.inference, mhar_jax.models.counting, mhar_jax.training.step
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_names_and_clock():
+    assert common.names("a, b", "x") == ["a", "b"]
+    assert not common.Clock().over()
+    assert common.Clock(0.0).over()
+    assert json.loads(json.dumps(report.environment(["routing"], "abc")))["git"]["revision"] == "abc"

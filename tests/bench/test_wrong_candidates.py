@@ -1,0 +1,82 @@
+"""A candidate that is wrong is shown as wrong and gets no time; one that is right does."""
+
+import json
+
+import planted  # noqa: F401  # registers its candidates
+import pytest
+
+from mhar_jax.bench import __main__ as bench
+from mhar_jax.bench import candidates, measure, report
+from mhar_jax.bench.measure_model import measure_model
+from mhar_jax.bench.measure_site import measure_site
+from mhar_jax.bench.shapes import ModelShape, SiteShape
+
+SETTINGS = measure.Settings(samples=10, threads=1, copy=1.0)
+SITE = SiteShape(3, 32, 4, 24)
+
+
+@pytest.fixture(scope="module")
+def site_rows():
+    """Of every planted candidate and of xla, one site, forward and forward + backward."""
+    names = ("xla", "without_norm", "wrong_query_gradient", "one_token_off", "nowhere", "broken")
+    rows = measure_site("planted", SITE, "stacked", [candidates.find(n) for n in names], SETTINGS)
+    return {(row.of["implementation"], row.of["pass"]): row for row in rows}
+
+
+def test_a_right_one_is_timed(site_rows):
+    for which in ("forward", "forward_backward"):
+        row = site_rows["xla", which]
+        assert row.status == "ok"
+        assert len(row.samples_ms) == 10
+        assert 0 < row.metrics["error"] < 3e-3
+
+
+def test_a_wrong_value(site_rows):
+    for which in ("forward", "forward_backward"):
+        row = site_rows["without_norm", which]
+        assert (row.status, row.samples_ms) == ("wrong", [])
+        assert "out is off by" in row.reason
+        assert row.metrics["errors"]["out"] > 1e-2
+        assert "median_ms" not in row.metrics
+
+
+def test_a_wrong_gradient_spoils_only_the_pass_that_has_it(site_rows):
+    assert site_rows["wrong_query_gradient", "forward"].status == "ok"
+    row = site_rows["wrong_query_gradient", "forward_backward"]
+    assert (row.status, row.samples_ms) == ("wrong", [])
+    assert row.metrics["errors"]["d_query"] == pytest.approx(0.02, rel=0.01)
+    assert row.metrics["errors"]["d_sources"] < 3e-3
+    assert "d_query" in row.reason
+    assert "d_sources" not in row.reason
+
+
+def test_not_a_number_in_the_last_token(site_rows):
+    row = site_rows["one_token_off", "forward"]
+    assert (row.status, row.samples_ms, row.metrics["errors"]) == ("wrong", [], {"out": None})
+
+
+def test_what_cannot_run(site_rows):
+    assert site_rows["nowhere", "forward"].status == "unsupported"
+    assert site_rows["nowhere", "forward"].reason == "this chip does not exist"
+    assert site_rows["broken", "forward"].status == "failed"
+    assert "TypeError" in site_rows["broken", "forward"].reason
+
+
+def test_models():
+    """Whole models in both forms; a wrong gradient of one site is seen in all of them."""
+    runs = [(candidates.find(name), None) for name in ("xla", "wrong_query_gradient")]
+    for shape in (ModelShape((1, 2, 3), 32, 4, 24), ModelShape((1, 1, 2, 2), 32, 4, 24, delta=True)):
+        right, right_both, values, wrong = measure_model("planted", shape, runs, SETTINGS)
+        assert [right.status, right_both.status, values.status] == ["ok", "ok", "ok"]
+        assert (wrong.status, wrong.samples_ms) == ("wrong", [])
+        assert "d_queries" in wrong.reason
+
+
+def test_on_the_command_line(tmp_path, capsys):
+    arguments = ["--implementations=without_norm", "--module=planted", "--shapes=2x32x4", "--tokens=8"]
+    assert bench.main(["routing", *arguments, f"--out={tmp_path}"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    saved = report.load(tmp_path / "routing.json")
+    assert [row.status for row in saved.rows] == ["wrong", "wrong"]
+    assert "WRONG" in (tmp_path / "routing.md").read_text()
+    assert json.loads((tmp_path / "routing.json").read_text())["rows"][0]["samples_ms"] == []
