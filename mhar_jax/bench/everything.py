@@ -26,7 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--minutes", metavar="FLOAT", type=float, default=8.0, help="begin nothing that would go past this")
     p.add_argument("--parts", default="routing,training,decode", help="which of them")
     p.add_argument("--threads", metavar="INT", type=int, default=4, help="programs compiled at once")
-    p.add_argument("--profile", action="store_true", help="routing: time of each kernel of a whole model")
+    p.add_argument("--profile", action="store_true", help="routing: time of each kernel, from a trace")
     p.add_argument("--revision", metavar="TEXT", help="revision of the source to record where git cannot tell it")
     return p
 

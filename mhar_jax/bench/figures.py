@@ -13,6 +13,7 @@ from mhar_jax.errors import writing
 from mhar_jax.inspect.maps import LINES, styled
 
 _MARKS = {"forward": "o", "forward_backward": "s"}
+_BESIDE: Any = {"fontsize": 6, "loc": "upper left", "bbox_to_anchor": (1.01, 1)}  # the picture is cut to what is drawn
 _WORDS = {"forward": "forward", "forward_backward": "forward + backward"}
 
 
@@ -85,9 +86,9 @@ def sources(report: Report, rows: list[Row]) -> Figure:
         axes.set_title(f"D {dim}, H {heads}, {tokens} tokens{', delta' if delta else ''}", fontsize=8)
         axes.grid(alpha=0.25, linewidth=0.5)
     figure.axes[0].set_ylabel("ms")
-    figure.axes[0].legend(fontsize=6)
+    figure.axes[-1].legend(**_BESIDE)
     figure.suptitle(
-        f"One routing site. Dashed: its bytes at copy bandwidth. {describe(report.environment)}", fontsize=8
+        f"One routing site. Dashed: its bytes at copy bandwidth.\n{describe(report.environment)}", fontsize=8
     )
     figure.tight_layout()
     return figure
@@ -115,9 +116,9 @@ def roofline(report: Report, rows: list[Row]) -> Figure:
     axes.set_yscale("log")
     axes.set_xlabel("FLOP a byte that must move")
     axes.set_ylabel("TFLOP/s reached")
-    axes.legend(fontsize=6)
+    axes.legend(**_BESIDE)
     axes.grid(alpha=0.25, linewidth=0.5, which="both")
-    axes.set_title(f"Roofline of depth routing. {describe(report.environment)}", fontsize=8)
+    axes.set_title(f"Roofline of depth routing.\n{describe(report.environment)}", fontsize=8)
     return figure
 
 
@@ -138,14 +139,14 @@ def ratios(report: Report, rows: list[Row]) -> Figure:
             bars = [[max(0.0, ratio - interval[0])], [max(0.0, interval[1] - ratio)]] if interval else None
             axes.bar(place, ratio, width * 0.92, yerr=bars, color=LINES[k % len(LINES)], capsize=3)
             if math.isfinite(ratio):
-                axes.text(place, 0.03, f"{ratio:.3f}", ha="center", fontsize=7, color="white")
+                axes.text(place, 0.03, f"{ratio:.3f}", ha="center", fontsize=7, color="white", fontweight="bold")
     for k, name in enumerate(names):
         axes.bar(0, 0, color=LINES[k % len(LINES)], label=name)
     axes.axhline(1, color="#555555", linewidth=0.8)
     axes.set_xticks(range(len(groups)), list(groups))
     axes.set_ylabel(f"throughput / {_variant(rows[0])}")
-    axes.legend(fontsize=7, loc="lower right")
-    axes.set_title(f"Train step. {describe(report.environment)}", fontsize=7)
+    axes.legend(**_BESIDE)
+    axes.set_title(f"Train step, tokens a second.\n{describe(report.environment)}", fontsize=7)
     return figure
 
 

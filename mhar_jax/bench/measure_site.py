@@ -10,6 +10,7 @@ import jax
 from mhar_jax.bench import check, traffic
 from mhar_jax.bench.candidates import Candidate
 from mhar_jax.bench.measure import Job, Settings, measure
+from mhar_jax.bench.profile import kernel_times
 from mhar_jax.bench.report import Row
 from mhar_jax.bench.shapes import SiteShape
 
@@ -46,6 +47,7 @@ def measure_site(
                 tolerance=check.SITE_TOLERANCE[shape.dtype],
                 bytes_moved=traffic.site_bytes(shape, which),
                 flops=traffic.routing_flops((shape.sources,), shape.dim, shape.tokens, which),
+                more=partial(_kernels, arrays, settings.profile and not candidate.interpreted),
             )
             jobs.append(job)
     return measure(jobs, settings)
@@ -53,6 +55,15 @@ def measure_site(
 
 def _run(arrays: tuple[Any, Any], program: Any) -> Any:
     return program(*arrays)
+
+
+def _kernels(arrays: tuple[Any, Any], profile: bool, program: Any) -> dict[str, Any]:
+    """Time of each kernel in one call, and its launches."""
+    if not profile:
+        return {}
+    calls = len(arrays[0])
+    found = kernel_times(lambda: program(*arrays))
+    return {"kernels_ms": {name: [ms / calls, count / calls] for name, (ms, count) in found.items()}}
 
 
 def _calls(shape: SiteShape) -> int:

@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--slow-compiles", action="store_true", help=f"also xla over more than {SLOW_SITES} sites on GPUs")
     p.add_argument("--samples", metavar="INT", type=int, default=12, help="timings of each, at least 10")
     p.add_argument("--threads", metavar="INT", type=int, default=1, help="programs compiled at once")
-    p.add_argument("--profile", action="store_true", help="time of each kernel of a whole model, from a trace")
+    p.add_argument("--profile", action="store_true", help="time of each kernel, from a trace")
     common.add_common(p)
     return p
 

@@ -120,7 +120,7 @@ def after(report: Report) -> list[str]:
         if row.status != "ok":
             found.append(f"{row.status}: {name_of(row)}: {row.reason}")
         for kernel, (ms, count) in list(row.metrics.get("kernels_ms", {}).items())[:12]:
-            found.append(f"{name_of(row)}: {ms:8.3f} ms {count:5d} x {kernel}")
+            found.append(f"{name_of(row)}: {ms:8.4f} ms {count:5g} x {kernel}")
     return found + [f"note: {note}" for note in report.notes]
 
 

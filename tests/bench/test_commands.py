@@ -22,11 +22,15 @@ def rows_of(path, kind: str) -> list[report.Row]:
 
 
 def test_routing(tmp_path, capsys):
-    arguments = ["--implementations=xla,triton", "--sources=2", "--layouts=stacked,blocked", f"--out={tmp_path}"]
-    assert bench.main(["routing", "--presets=tiny", *arguments]) == 0
-    assert "mean nothing at all" in capsys.readouterr().err
-    rows = rows_of(tmp_path, "routing")
-    assert len(rows) == 2 * 2 * 2  # implementations, passes, a site and a model
+    """Single sites by two implementations, one of them interpreted; a whole model by one."""
+    for name, arguments in (
+        ("sites", ["--implementations=xla,triton", "--sources=2", "--layouts=stacked"]),
+        ("models", ["--implementations=xla", "--layouts=blocked"]),
+    ):
+        assert bench.main(["routing", "--presets=tiny", *arguments, f"--out={tmp_path / name}"]) == 0
+        assert "mean nothing at all" in capsys.readouterr().err
+    rows = rows_of(tmp_path / "sites", "routing") + rows_of(tmp_path / "models", "routing")
+    assert len(rows) == 2 * 2 + 2  # passes of two implementations, and of the model
     assert {row.status for row in rows} == {"ok"}
     for row in rows:
         m = row.metrics
@@ -40,7 +44,7 @@ def test_routing(tmp_path, capsys):
     # 16 tokens x 128 numbers x 2 bytes, of two sources and the mix
     assert next(r for r in rows if r.of["what"] == "site").metrics["bytes"] == 3 * 4096
     for name in ("routing_sources.png", "routing_roofline.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "sites" / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_training(tmp_path, monkeypatch):
