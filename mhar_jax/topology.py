@@ -1,7 +1,7 @@
 """python -m mhar_jax.topology CONFIG TOPOLOGY: compiles a run's train step for a TPU pod slice, without one.
 
 The real TPU compiler (package libtpu, extra `tpu`) runs on any CPU. It refuses a step whose arrays do not fit a chip,
-and says otherwise how much of each chip's memory the step takes.
+and says otherwise how much of each chip's memory the step takes, and what the chips send each other.
 """
 
 import os
@@ -9,6 +9,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+from mhar_jax.collectives import Collective, Tokens, history_moves, read_collectives, role
 from mhar_jax.config.load import load_config
 from mhar_jax.config.schema import Config
 from mhar_jax.errors import UserError, command, one_line
@@ -31,18 +32,28 @@ _WITHOUT_A_TPU = {
 
 
 class Footprint(NamedTuple):
-    """What one chip holds while it runs a step, in bytes."""
+    """What one chip holds while it runs a step, in bytes, and what the compiled step does."""
 
     chips: int
     state: int  # parameters, moments, averaged weights: what stays between steps
     batch: int  # its rows of tokens
     temporary: int  # activations, gradients, gathered parameters: the most that exist at once
     seconds: float  # that compiling took
+    flops: float  # of the model, for one step: the analytic count, divided by the chips
+    counted_flops: float  # by the compiler: bodies of loops once, kernels as they declare
+    counted_bytes: float  # of memory traffic, by the compiler in the same way
+    tokens: Tokens  # of one micro-batch, on this chip
+    sublayers: int
+    collectives: tuple[Collective, ...]
 
     @property
     def total(self) -> int:
         """State, batch and temporaries."""
         return self.state + self.batch + self.temporary
+
+    def history_moves(self) -> list[str]:
+        """See `collectives.history_moves`: empty where no collective can be moving the depth history."""
+        return history_moves(self.collectives, self.tokens, self.sublayers)
 
 
 def compile_step(config: Config, topology: str) -> Footprint:
@@ -51,20 +62,15 @@ def compile_step(config: Config, topology: str) -> Footprint:
     Raises:
       UserError: no such topology, a mesh or batch that does not divide, or a step that does not fit.
     """
-    for name, value in _WITHOUT_A_TPU.items():
-        os.environ.setdefault(name, value)
     import jax
-    from jax.experimental import topologies
 
+    from mhar_jax.models.counting import train_flops_per_token
+    from mhar_jax.models.sites import num_sublayers
     from mhar_jax.sharding import check_batch, make_mesh
     from mhar_jax.training.step import make_trainer
     from mhar_kernels import assume_platform
 
-    try:
-        devices: Any = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"the topology {topology} cannot be had (is libtpu installed?): {one_line(error)}") from None
-    mesh = make_mesh(config.mesh, devices)
+    mesh = make_mesh(config.mesh, topology_devices(topology))
     check_batch(config, mesh)
     with assume_platform("tpu"):
         trainer = make_trainer(config, mesh)
@@ -76,16 +82,67 @@ def compile_step(config: Config, topology: str) -> Footprint:
             if "RESOURCE_EXHAUSTED" not in str(error) and "Hbm" not in str(error):
                 raise
             raise UserError(f"the step does not fit a chip of {topology}: {one_line(error, 500)}") from None
-    memory = compiled.memory_analysis()
-    batch = trainer.batch.sharding.shard_shape(trainer.batch.shape)
-    batch_bytes = batch[0] * batch[1] * trainer.batch.dtype.itemsize
+        seconds = time.monotonic() - begun
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    rows, length = trainer.batch.sharding.shard_shape(trainer.batch.shape)
+    batch_bytes = rows * length * trainer.batch.dtype.itemsize
+    flops = train_flops_per_token(config.model, config.seq_len) * config.batch_size * config.seq_len
     return Footprint(
-        chips=len(devices),
+        chips=mesh.size,
         state=memory.argument_size_in_bytes - batch_bytes,
         batch=batch_bytes,
         temporary=memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        seconds=time.monotonic() - begun,
+        seconds=seconds,
+        flops=flops / mesh.size,
+        counted_flops=cost.get("flops", 0.0),
+        counted_bytes=cost.get("bytes accessed", 0.0),
+        tokens=tokens_on_a_device(config, mesh),
+        sublayers=num_sublayers(config.model),
+        collectives=read_collectives(compiled.as_text()),
     )
+
+
+def tokens_on_a_device(config: Config, mesh: Any) -> Tokens:
+    """What a device holds of a micro-batch's activations [B, T, D]."""
+    rows = config.batch_size // config.optimizer.accumulate // (mesh.shape["data"] * mesh.shape["fsdp"])
+    return Tokens(rows, config.seq_len // mesh.shape.get("context", 1), config.model.d_model)
+
+
+def topology_devices(topology: str) -> list[Any]:
+    """The devices of a TPU slice that is not there, for compiling only.
+
+    Raises:
+      UserError: no such topology, or libtpu is not installed.
+    """
+    for name, value in _WITHOUT_A_TPU.items():
+        os.environ.setdefault(name, value)
+    from jax.experimental import topologies
+
+    try:
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the topology {topology} cannot be had (is libtpu installed?): {one_line(error)}") from None
+
+
+def describe(found: Footprint, topology: str) -> list[str]:
+    """The lines that the command prints."""
+    lines = [f"{found.chips} chips of {topology}, compiled in {found.seconds:.0f} s; GB on each chip:"]
+    lines += [f"  {name:9} {getattr(found, name) / 1e9:8.3f}" for name in ("state", "batch", "temporary", "total")]
+    lines.append(
+        f"TFLOP of the model a chip and step {found.flops / 1e12:.3f}; the compiler counts "
+        f"{found.counted_flops / 1e12:.3f} and {found.counted_bytes / 1e9:.2f} GB of traffic, loops once"
+    )
+    lines.append("collectives (number of arrays, MB that one chip has after them, loops once):")
+    sums: dict[tuple[str, str], tuple[int, int]] = {}
+    for collective in found.collectives:
+        for array in collective.arrays:
+            key = (collective.kind, role(array, found.tokens))
+            count, size = sums.get(key, (0, 0))
+            sums[key] = (count + 1, size + array.bytes)
+    lines += [f"  {kind:20} {what:12} {n:5} {size / 1e6:10.1f}" for (kind, what), (n, size) in sorted(sums.items())]
+    moves = found.history_moves()
+    lines.append("depth history: " + ("no collective moves it" if not moves else "; ".join(moves)))
+    return lines
 
 
 @command
@@ -103,10 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         raise UserError("model.vocab_size must be set here, since no tokenizer is read")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     found = compile_step(config, plain[1])
-    gigabytes = {name: getattr(found, name) / 1e9 for name in ("state", "batch", "temporary", "total")}
-    print(f"{found.chips} chips of {plain[1]}, compiled in {found.seconds:.0f} s; GB on each chip:")
-    for name, value in gigabytes.items():
-        print(f"  {name:9} {value:8.3f}")
+    print("\n".join(describe(found, plain[1])))
     return 0
 
 
