@@ -25,7 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--out", metavar="DIR", required=True, help="where JSON, tables and pictures go")
     p.add_argument("--minutes", metavar="FLOAT", type=float, default=8.0, help="begin nothing that would go past this")
     p.add_argument("--parts", default="routing,training,decode", help="which of them")
-    p.add_argument("--threads", metavar="INT", type=int, default=4, help="programs compiled at once")
+    p.add_argument("--threads", metavar="INT", type=int, default=4, help="routing: programs compiled at once")
     p.add_argument("--profile", action="store_true", help="routing: time of each kernel, from a trace")
     p.add_argument("--revision", metavar="TEXT", help="revision of the source to record where git cannot tell it")
     return p
@@ -41,10 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     begun, worst = time.monotonic(), 0
     for name in parts:
         own: list[str] = ["--revision", options.revision] if options.revision else []
-        if name in ("routing", "training"):
-            own += ["--threads", str(options.threads)]
-        if name == "routing" and options.profile:
-            own.append("--profile")
+        if name == "routing":  # alone: XLA tries out matrix products on the device while it compiles the other parts
+            own += ["--threads", str(options.threads), *(["--profile"] if options.profile else [])]
         part = _PARTS[name]
         clock = common.Clock(begun + 60 * options.minutes * _SHARES[name])
         try:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mhar_jax.bench import common, shapes
-from mhar_jax.bench.report import Report, environment
+from mhar_jax.bench.report import Report, Row, environment
 from mhar_jax.command_line import parser
 from mhar_jax.errors import UserError, one_line
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mhar_jax.bench.candidates import Candidate
 
 LAYOUTS = ("stacked", "separate", "site_by_site", "blocked")
-SLOW_SITES = 32  # XLA compiles a whole model's routing in plain jnp for minutes from about here on
+SLOW_SITES = 32  # on GPUs XLA compiles more sites of plain jnp for minutes, and any blocked stack of it
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -40,7 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
     words = "stacked, separate: sources of a single site as one array or many; site_by_site, blocked: a whole model"
     p.add_argument("--layouts", metavar="NAMES", default="stacked,site_by_site,blocked", help=words)
     p.add_argument("--blocks", metavar="INTS", help="sites a block; None: as each implementation chooses")
-    p.add_argument("--slow-compiles", action="store_true", help=f"also xla over more than {SLOW_SITES} sites on GPUs")
+    slow = f"on GPUs also xla blocked, and site by site over more than {SLOW_SITES} sites"
+    p.add_argument("--slow-compiles", action="store_true", help=slow)
     p.add_argument("--samples", metavar="INT", type=int, default=12, help="timings of each, at least 10")
     p.add_argument("--threads", metavar="INT", type=int, default=1, help="programs compiled at once")
     p.add_argument("--profile", action="store_true", help="time of each kernel, from a trace")
@@ -91,7 +92,23 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     settings = Settings(options.samples, options.threads, copy, options.profile)
     print(f"copy {copy:.3f} TB/s", flush=True)
 
-    rows = []
+    rows: list[Row] = []
+    models = {name: replace(p.model, dtype=options.dtype) for name, p in presets.items()}
+
+    def measure_models(layout: str) -> None:
+        for name, model in models.items():
+            every = options.implementations is not None
+            runs, left_out = model_runs(name, model, chosen, layout, blocks, platform, options.slow_compiles, every)
+            notes.extend(left_out)
+            if runs and clock.over():
+                notes.append(f"left out for want of time: all sites of {name}, {layout}")
+            elif runs:
+                print(f"{name}: all {model.sites} sites, {layout}", flush=True)
+                rows.extend(measure_model(name, model, runs, settings))
+
+    # What compiles longest, and says least, comes last: a deadline leaves it out.
+    if "blocked" in layouts:
+        measure_models("blocked")
     for name, site in sites:
         for layout in (x for x in layouts if x in ("stacked", "separate")):
             if clock.over():
@@ -99,16 +116,10 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
                 continue
             print(f"{name}: {site.sources} sources, D {site.dim}, {layout}", flush=True)
             rows += measure_site(name, site, layout, chosen, settings)
-    for name, p in presets.items():
-        model = replace(p.model, dtype=options.dtype)
-        every = options.implementations is not None
-        runs, left_out = model_runs(name, model, chosen, layouts, blocks, platform, options.slow_compiles, every)
-        notes += left_out
-        if clock.over():
-            notes.append(f"left out for want of time: all sites of {name}")
-        elif runs:
-            print(f"{name}: all {model.sites} sites", flush=True)
-            rows += measure_model(name, model, runs, settings)
+    if "site_by_site" in layouts:
+        measure_models("site_by_site")
+    order = list(presets)
+    rows.sort(key=lambda r: (r.of["what"] != "site", order.index(r.of["preset"]) if order else 0))
     found = {**environment(command, options.revision), "compile_threads": options.threads}
     return Report("routing", found, rows, notes, copy)
 
@@ -117,7 +128,7 @@ def model_runs(
     name: str,
     model: shapes.ModelShape,
     chosen: Sequence["Candidate"],
-    layouts: Sequence[str],
+    layout: str,
     blocks: Sequence[int | None],
     platform: str,
     slow: bool,
@@ -126,24 +137,22 @@ def model_runs(
     """How a whole model is run: candidates with the sites of a block (None: site by site); and notes on what is not.
 
     Args:
+      layout: "site_by_site" or "blocked".
       slow: also what takes minutes to compile.
       all_of: also what is interpreted, which takes minutes for nothing.
     """
     runs: list[tuple[Candidate, int | None]] = []
     notes = []
     for candidate in chosen:
-        for layout in (x for x in layouts if x in ("site_by_site", "blocked")):
-            if layout == "blocked" and (model.delta or candidate.stack is None):
-                continue
-            if candidate.interpreted and not all_of:
-                continue
-            if platform == "gpu" and candidate.name == "xla" and model.sites > SLOW_SITES and not slow:
-                notes.append(f"left out, XLA compiles it for minutes: xla {layout} of {name} (--slow-compiles)")
-                continue
-            if layout == "site_by_site":
-                runs.append((candidate, None))
-            else:
-                runs += [(candidate, min(b or candidate.block(model.sites), model.sites)) for b in blocks]
+        if (layout == "blocked" and (model.delta or candidate.stack is None)) or (candidate.interpreted and not all_of):
+            continue
+        long = platform == "gpu" and candidate.name == "xla" and (layout == "blocked" or model.sites > SLOW_SITES)
+        if long and not slow:
+            notes.append(f"left out, XLA compiles it for minutes: xla {layout} of {name} (--slow-compiles)")
+        elif layout == "site_by_site":
+            runs.append((candidate, None))
+        else:
+            runs += [(candidate, min(b or candidate.block(model.sites), model.sites)) for b in blocks]
     return runs, notes
 
 

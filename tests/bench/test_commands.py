@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from mhar_jax.bench import __main__ as bench
-from mhar_jax.bench import common, report, routing
+from mhar_jax.bench import candidates, common, report, routing, shapes
 from mhar_jax.training import hardware
 
 
@@ -94,19 +94,17 @@ def test_all_leaves_out_what_there_is_no_time_for(tmp_path):
 
 
 def test_slow_compiles_are_left_out_on_gpus():
-    """XLA is not asked for a whole model of many sites there, and the notes say so."""
-    from mhar_jax.bench import candidates, shapes
-
-    found, notes = routing.model_runs(
-        "1b", shapes.PRESETS["1b"].model, [candidates.find("xla")], ["blocked"], [None], "gpu", False, True
-    )
-    assert found == []
-    assert "--slow-compiles" in notes[0]
-    found, notes = routing.model_runs(
-        "1b", shapes.PRESETS["1b"].model, [candidates.find("xla")], ["blocked"], [None], "gpu", True, True
-    )
-    assert [block for _, block in found] == [8]
+    """XLA is not asked for a whole model of many sites there, nor for blocks, and the notes say so."""
+    model, xla = shapes.PRESETS["1b"].model, [candidates.find("xla")]
+    runs, notes = routing.model_runs("1b", model, xla, "blocked", [None], "gpu", False, True)
+    assert runs == []
+    assert "xla blocked of 1b (--slow-compiles)" in notes[0]
+    runs, notes = routing.model_runs("1b", model, xla, "blocked", [None], "gpu", True, True)
+    assert [block for _, block in runs] == [8]
     assert notes == []
+    small = shapes.PRESETS["100m"].model
+    for shape, count in ((model, 0), (small, 1)):
+        assert len(routing.model_runs("x", shape, xla, "site_by_site", [None], "gpu", False, True)[0]) == count
 
 
 @pytest.mark.parametrize(
