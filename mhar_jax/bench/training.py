@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from mhar_jax.bench import common, timing
-from mhar_jax.bench.configs import SMALL_MODEL, with_variant
+from mhar_jax.bench.configs import MICRO_BATCHES, SMALL_MODEL, with_variant
 from mhar_jax.bench.intervals import ratio_of_medians
 from mhar_jax.bench.report import Report, Row, Status, environment, refused, timed
 from mhar_jax.command_line import VARIANTS, parser
@@ -24,8 +24,6 @@ from mhar_jax.config.schema import ROUTED_VARIANTS, Config
 from mhar_jax.errors import UserError
 from mhar_kernels import IMPLEMENTATIONS, UnsupportedInputError
 
-# The paper's micro-batches (sequences a device), by preset.
-MICRO_BATCHES = {"mhar_100m": 8, "mhar_350m": 4, "mhar_1b": 2}
 # Losses of one variant's first step by two implementations: means over thousands of tokens of numbers near 10 that
 # bfloat16 activations put off by some 1e-3 each.
 LOSS_TOLERANCE = 2e-3
