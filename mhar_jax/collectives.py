@@ -5,6 +5,7 @@ overlaps with arithmetic is printed in several pieces that share a channel; it i
 is one here too, however often the loop runs.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,16 +59,17 @@ class Collective(NamedTuple):
         return sum(array.bytes for array in self.arrays)
 
 
-class Tokens(NamedTuple):
-    """What one device holds of one array [B, T, D] of activations."""
+class Shapes(NamedTuple):
+    """What one device holds of a train step: activations [B, T, D] of a micro-batch, and parameters."""
 
     batch: int
     length: int
     width: int
+    parameters: frozenset[int]  # numbers of values of whole parameters, and of their parts where heads are split
 
     @property
-    def size(self) -> int:
-        """Number of values: one source of the depth history."""
+    def source(self) -> int:
+        """Number of values of one source of the depth history."""
         return self.batch * self.length * self.width
 
 
@@ -90,29 +92,32 @@ def read_collectives(text: str) -> tuple[Collective, ...]:
     return tuple(found.values())
 
 
-def role(array: Array, tokens: Tokens) -> Role:
-    """What an array of a train step is, by its shape: parameters have at most two axes, activations a token axis.
+def role(array: Array, shapes: Shapes) -> Role:
+    """What an array of a train step is, by its shape: activations have token axes, parameters known sizes.
 
-    Where a device's tokens are as many as a parameter is wide, a matrix may be either; it is taken for a parameter.
+    A matrix may be either where a device's tokens are as many as a parameter is wide; it is taken for a parameter.
     """
-    if array.size < min(tokens.size // 64, 1 << 16):
+    if array.size < min(shapes.source // 64, 1 << 16):
         return "small"
-    wide = [n for n in array.shape if n > 1]
-    if len(wide) > 2 or len(array.shape) > 2:
+    tokens, wide = shapes.batch * shapes.length, [n for n in array.shape if n > 1]
+    if (shapes.batch, shapes.length) in itertools.pairwise(array.shape):
         return "activations"
-    count = tokens.batch * tokens.length
-    return "activations" if count in wide and array.size >= tokens.size and count != tokens.width else "parameters"
+    if array.size in shapes.parameters:
+        return "parameters"
+    if len(wide) > 2:
+        return "activations" if any(n % shapes.length == 0 for n in wide) else "parameters"
+    return "activations" if tokens in wide and array.size >= shapes.source and tokens != shapes.width else "parameters"
 
 
-def activations(collectives: Iterable[Collective], tokens: Tokens) -> Iterator[tuple[Collective, Array]]:
+def activations(collectives: Iterable[Collective], shapes: Shapes) -> Iterator[tuple[Collective, Array]]:
     """The arrays of activations that collectives move."""
     for collective in collectives:
         for array in collective.arrays:
-            if role(array, tokens) == "activations":
+            if role(array, shapes) == "activations":
                 yield collective, array
 
 
-def history_moves(collectives: Sequence[Collective], tokens: Tokens, sublayers: int) -> list[str]:
+def history_moves(collectives: Sequence[Collective], shapes: Shapes, sublayers: int) -> list[str]:
     """Why a train step's collectives cannot all be those of its sublayers, one sentence each; none if they can.
 
     The depth history is the outputs of all sublayers so far. Splitting heads and hidden widths sums each sublayer's
@@ -120,13 +125,13 @@ def history_moves(collectives: Sequence[Collective], tokens: Tokens, sublayers: 
     a sublayer (forward, forward again where it is recomputed, backward, and one for a gathered sequence). A site that
     fetched its history would move several sources at once, or the same ones again at every later site.
     """
-    moved = list(activations(collectives, tokens))
+    moved = list(activations(collectives, shapes))
     reasons = [
         f"a {c.kind} of {a.dtype}{list(a.shape)} moves more than one source ({c.op_name or 'unnamed'})"
         for c, a in moved
-        if a.size > tokens.size and not _is_attention(a, tokens)
+        if a.size > shapes.source and not _is_attention(a, shapes)
     ]
-    total = sum(a.size for _, a in moved) / tokens.size
+    total = sum(a.size for _, a in moved) / shapes.source
     if total > (most := 4 * sublayers + 4):
         reasons.append(f"collectives move {total:.0f} sources, and {sublayers} sublayers need at most {most}")
     reasons += [
@@ -137,6 +142,6 @@ def history_moves(collectives: Sequence[Collective], tokens: Tokens, sublayers: 
     return reasons
 
 
-def _is_attention(array: Array, tokens: Tokens) -> bool:
+def _is_attention(array: Array, shapes: Shapes) -> bool:
     """Keys or values gathered along a sequence: [B, S, heads, head_dim], with no axis of sources before the tokens."""
-    return len(array.shape) == 4 and array.shape[0] == tokens.batch and array.shape[1] % tokens.length == 0
+    return len(array.shape) == 4 and array.shape[0] == shapes.batch and array.shape[1] % shapes.length == 0

@@ -9,6 +9,8 @@ import re
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -59,7 +61,55 @@ def make_mesh(config: MeshConfig, devices: list[Any] | None = None) -> Mesh:
             f"mesh {product} needs {fixed} devices, and there are {len(devices)}; "
             "set one axis to -1 to take what is left"
         )
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return Mesh(_placed(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def _placed(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
+    """The devices by mesh position: neighbours on the last axes are neighbours in the machine.
+
+    Slices (several TPU slices, or GPU hosts) are joined by a slower network, so only `data` crosses it, and `fsdp`
+    where `data` is too small.
+    """
+    shape = tuple(sizes.values())
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        # An axis may be part of one of the torus' axes: 512 chips of 8x8x8 as 256 x 2.
+        return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
+    across = [1] * len(shape)
+    left = slices
+    for position, axis in enumerate(AXES):
+        if axis in ("data", "fsdp"):
+            across[position] = math.gcd(left, sizes[axis])
+            left //= across[position]
+    if left != 1:
+        raise UserError(
+            f"mesh data x fsdp = {sizes['data']} x {sizes['fsdp']} must be a multiple of the {slices} slices that the "
+            "devices are in: other axes cannot cross their network"
+        )
+    within = tuple(size // over for size, over in zip(shape, across, strict=True))
+    return mesh_utils.create_hybrid_device_mesh(within, tuple(across), devices=devices, allow_split_physical_axes=True)
+
+
+def data_share(mesh: Mesh, batch_size: int) -> dict[str, int]:
+    """Which part of each global batch this process reads, as `process_index` and `process_count` of the data.
+
+    Processes that hold the same rows, since `tensor` spans them, read the same part.
+
+    Raises:
+      UserError: the mesh gives some processes rows that overlap only in part.
+    """
+    sharding = NamedSharding(mesh, BATCH)
+    rows: dict[int, set[int]] = {}
+    for device, index in sharding.devices_indices_map((batch_size,)).items():
+        rows.setdefault(device.process_index, set()).update(range(batch_size)[index[0]])
+    parts = sorted({tuple(sorted(r)) for r in rows.values()})
+    if sum(map(len, parts)) != batch_size or len({len(p) for p in parts}) != 1:
+        raise UserError(
+            f"mesh {dict(mesh.shape)} gives the {len(rows)} processes parts of the batch that overlap or differ in "
+            "size; make data x fsdp a multiple of the processes, or a divisor"
+        )
+    own = tuple(sorted(rows[jax.process_index()]))
+    return {"process_index": parts.index(own), "process_count": len(parts)}
 
 
 def check_batch(config: Config, mesh: Mesh) -> None:

@@ -9,7 +9,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
-from mhar_jax.collectives import Collective, Tokens, history_moves, read_collectives, role
+from mhar_jax.collectives import Collective, Shapes, history_moves, read_collectives, role
 from mhar_jax.config.load import load_config
 from mhar_jax.config.schema import Config
 from mhar_jax.errors import UserError, command, one_line
@@ -42,7 +42,7 @@ class Footprint(NamedTuple):
     flops: float  # of the model, for one step: the analytic count, divided by the chips
     counted_flops: float  # by the compiler: bodies of loops once, kernels as they declare
     counted_bytes: float  # of memory traffic, by the compiler in the same way
-    tokens: Tokens  # of one micro-batch, on this chip
+    shapes: Shapes  # by which arrays are told apart
     sublayers: int
     collectives: tuple[Collective, ...]
 
@@ -53,7 +53,7 @@ class Footprint(NamedTuple):
 
     def history_moves(self) -> list[str]:
         """See `collectives.history_moves`: empty where no collective can be moving the depth history."""
-        return history_moves(self.collectives, self.tokens, self.sublayers)
+        return history_moves(self.collectives, self.shapes, self.sublayers)
 
 
 def compile_step(config: Config, topology: str) -> Footprint:
@@ -96,16 +96,20 @@ def compile_step(config: Config, topology: str) -> Footprint:
         flops=flops / mesh.size,
         counted_flops=cost.get("flops", 0.0),
         counted_bytes=cost.get("bytes accessed", 0.0),
-        tokens=tokens_on_a_device(config, mesh),
+        shapes=shapes_on_a_device(config, mesh, trainer.shapes["params"]),
         sublayers=num_sublayers(config.model),
         collectives=read_collectives(compiled.as_text()),
     )
 
 
-def tokens_on_a_device(config: Config, mesh: Any) -> Tokens:
-    """What a device holds of a micro-batch's activations [B, T, D]."""
+def shapes_on_a_device(config: Config, mesh: Any, params: Any) -> Shapes:
+    """What a device holds of a micro-batch's activations, and of `params` (shapes suffice)."""
+    import jax
+
     rows = config.batch_size // config.optimizer.accumulate // (mesh.shape["data"] * mesh.shape["fsdp"])
-    return Tokens(rows, config.seq_len // mesh.shape.get("context", 1), config.model.d_model)
+    sizes = {leaf.size // part for leaf in jax.tree.leaves(params) for part in (1, mesh.shape["tensor"])}
+    length = config.seq_len // mesh.shape.get("context", 1)
+    return Shapes(rows, length, config.model.d_model, frozenset(sizes))
 
 
 def topology_devices(topology: str) -> list[Any]:
@@ -136,7 +140,7 @@ def describe(found: Footprint, topology: str) -> list[str]:
     sums: dict[tuple[str, str], tuple[int, int]] = {}
     for collective in found.collectives:
         for array in collective.arrays:
-            key = (collective.kind, role(array, found.tokens))
+            key = (collective.kind, role(array, found.shapes))
             count, size = sums.get(key, (0, 0))
             sums[key] = (count + 1, size + array.bytes)
     lines += [f"  {kind:20} {what:12} {n:5} {size / 1e6:10.1f}" for (kind, what), (n, size) in sorted(sums.items())]

@@ -15,11 +15,12 @@ from mhar_jax.config.load import to_yaml
 from mhar_jax.config.schema import Config
 from mhar_jax.data import describe_data, load_tokenizer, make_eval_batches, make_train_iterator
 from mhar_jax.data.tokenizers import Tokenizer
+from mhar_jax.distributed import progress as got_further
 from mhar_jax.errors import UserError, writing
 from mhar_jax.models import count_parameters
 from mhar_jax.routing_map import RoutingPictures
 from mhar_jax.sampling import sample_text
-from mhar_jax.sharding import check_batch, make_mesh
+from mhar_jax.sharding import check_batch, data_share, make_mesh
 from mhar_jax.training.checkpoints import Checkpoints, merge_data_states
 from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress, check_wandb
 from mhar_jax.training.reports import Clock, Evaluation, Reports, due
@@ -42,7 +43,7 @@ def train(config: Config) -> None:
     check_batch(config, mesh)
     check_wandb(config)
     first_process = jax.process_index() == 0
-    here = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    here = data_share(mesh, config.batch_size)
 
     # ---- Data: the tokenizer decides the vocabulary, and with it the model.
     tokenizer = None if _needs_no_tokenizer(config) else load_tokenizer(config.data.tokenizer, config.data.eos_token)
@@ -97,14 +98,17 @@ def train(config: Config) -> None:
             reports.add(step, metrics)
             profiler.after(step, metrics)
             progress.advance()
-            last, stop = step == config.steps, terminated()
+            got_further()
+            last, stop = step == config.steps, terminated(step)
             if last or due(step, config.eval.every):
                 reports.flush()
                 with clock.paused(metrics):
                     evaluate(step, state)
+                    got_further()
             if last or stop or due(step, config.checkpoint.every):
                 with clock.paused(metrics):
                     save(state)
+                    got_further()
             if stop and not last:
                 checkpoints.wait()
                 progress.say(f"stopped by a signal after step {step}, which is saved; the same command continues")
@@ -192,8 +196,9 @@ def _needs_no_tokenizer(config: Config) -> bool:
 
 def _headline(config: Config, trainer: Trainer, data: dict[str, Any], start: int) -> Iterator[str]:
     device = trainer.mesh.devices.flat[0]
+    processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     mesh = ", ".join(f"{axis}={size}" for axis, size in trainer.mesh.shape.items())
-    yield f"{trainer.mesh.size} x {device.device_kind} ({device.platform}), mesh {mesh}"
+    yield f"{trainer.mesh.size} x {device.device_kind} ({device.platform}){processes}, mesh {mesh}"
     tokens = "endless" if data["tokens_per_epoch"] is None else f"{data['tokens_per_epoch']:,} tokens an epoch"
     yield f"data: {data['source']}, {tokens}"
     per_step = config.batch_size * config.seq_len
@@ -207,15 +212,24 @@ def _headline(config: Config, trainer: Trainer, data: dict[str, Any], start: int
 
 
 @contextlib.contextmanager
-def _terminated() -> Iterator[Callable[[], bool]]:
-    """A function that says whether SIGTERM has come; the run saves and ends after the current step."""
+def _terminated() -> Iterator[Callable[[int], bool]]:
+    """A function that says after each step whether SIGTERM has come; the run saves and ends after the current step.
+
+    Of several processes, one that is told tells the others, and all end after the same step: JAX's notice of preemption
+    takes the signal.
+    """
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        yield multihost_utils.reached_preemption_sync_point
+        return
     seen: list[int] = []
     try:
         before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
     except ValueError:  # not the main thread: somebody else handles signals
-        yield lambda: False
+        yield lambda step: False
         return
     try:
-        yield lambda: bool(seen)
+        yield lambda step: bool(seen)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -2,17 +2,34 @@
 
 import logging
 import os
+import pathlib
 import sys
 from collections.abc import Sequence
 
 from mhar_jax.config.load import describe_fields, load_config
-from mhar_jax.errors import UserError, command
+from mhar_jax.distributed import find_processes, joined
+from mhar_jax.errors import UserError, command, writing
 from mhar_jax.platforms import prefer_present_hardware
 
+OPTIONS = {
+    "coordinator": "HOST:PORT of process 0, where several processes are one run (docs/runbook.md)",
+    "processes": "int: how many processes are one run",
+    "process": "int: which of them this is, from 0",
+    "distributed": "auto|on|off = auto: auto looks for Slurm and for TPU slices of several hosts",
+    "peer_timeout": "float = 60: seconds after which a silent process ends the others",
+    "stall_timeout": "float = 1800: seconds without progress, compilation included, that end the run",
+    "compilation_cache": "directory for compiled programs, which later runs then read",
+    "dry_run": "true: what the run would take, without running it; also as --dry-run",
+    "topology": "of a dry run: a TPU slice that is not there, as v5p:4x4x4, to compile the step for",
+}
 USAGE = """\
-usage: train.py [PRESET or FILE] [--field=value ...]
+usage: train.py [PRESET or FILE] [--field=value ...] [--option=value ...]
 
-PRESET is the name of a file in configs/ (default: tiny); FILE is YAML or TOML. Fields (also as `--field value`):
+PRESET is the name of a file in configs/ (default: tiny); FILE is YAML or TOML.
+
+Options, which say how this process runs and are not part of the run:
+{options}
+Fields (also as `--field value`):
 """
 
 
@@ -23,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "-h" in arguments or "--help" in arguments:
         print(help_text())
         return 0
+    arguments, options = take_options(arguments)
     file, overrides = parse(arguments)
     config = load_config(file, overrides)
+    processes = find_processes(options)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     quiet = ["absl", "orbax"]  # their errors arrive as exceptions
     if "TF_CPP_MIN_LOG_LEVEL" not in os.environ:  # who sets it wants to read the compiler's warnings
@@ -33,10 +52,53 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
     prefer_present_hardware()  # before JAX looks for devices
-    from mhar_jax.training.loop import train
+    if "compilation_cache" in options:
+        keep_compiled(options["compilation_cache"])
+    with joined(processes):
+        from mhar_jax.training.loop import train
 
-    train(config)
+        train(config)
     return 0
+
+
+def keep_compiled(directory: str) -> None:
+    """Has JAX keep compiled programs on disk.
+
+    Raises:
+      UserError: the directory cannot be made.
+    """
+    import jax
+
+    path = pathlib.Path(directory).expanduser().absolute()
+    with writing("compiled programs", path):
+        path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+
+
+def take_options(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The arguments without those that set one of OPTIONS, and these by name.
+
+    Raises:
+      UserError: an option without a value.
+    """
+    rest: list[str] = []
+    options: dict[str, str] = {}
+    waiting = iter(arguments)
+    for argument in waiting:
+        name, separator, value = argument.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not argument.startswith("--") or name not in OPTIONS:
+            rest.append(argument)
+        elif separator:
+            options[name] = value
+        elif name == "dry_run":
+            options[name] = "true"
+        else:
+            following = next(waiting, None)
+            if following is None or following.startswith("--"):
+                raise UserError(f"--{name} needs a value, as --{name}=VALUE")
+            options[name] = following
+    return rest, options
 
 
 def parse(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -70,4 +132,5 @@ def help_text() -> str:
     """Every field, its type, its default and what it means."""
     fields = describe_fields()
     lines = [f"  --{f.name} {f.type} = {f.default}\n      {f.text}" for f in fields]
-    return USAGE + "\n".join(lines)
+    options = "".join(f"  --{name} {text}\n" for name, text in OPTIONS.items())
+    return USAGE.format(options=options) + "\n".join(lines)

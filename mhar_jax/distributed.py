@@ -1,0 +1,266 @@
+"""Several processes as one run: how they find each other, and how the rest end when one of them is gone.
+
+Each process has a thread that tells the others, through the coordinator, that it lives and how far it is. A collective
+waits for ever for a process that is gone or stands still; the thread does not, and ends the process with one sentence.
+All times are of the monotonic clock, so a jump of the wall clock changes nothing.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
+
+from mhar_jax.errors import UserError, one_line
+
+PEER_LOST = 3  # exit code: this process is well, another is not; the same command in all of them continues
+
+_PREFIX = "mhar_jax/"
+_LOST = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket closed|peer|barrier|unavailable|"
+    r"deadline.exceeded|coordination service|heartbeat",
+    re.IGNORECASE,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """Where this process stands among those of the run."""
+
+    coordinator: str | None = None  # HOST:PORT of process 0; None: found by JAX (Slurm, Cloud TPU)
+    count: int | None = None  # number of processes; None: found by JAX
+    index: int | None = None  # of this process, from 0; None: found by JAX
+    peer_timeout: float = 60.0  # seconds after which a silent process is taken for gone
+    stall_timeout: float = (
+        1800.0  # seconds without progress, compilation included, after which a run is taken for stuck
+    )
+
+
+def find_processes(given: Mapping[str, str], environment: Mapping[str, str] = os.environ) -> Processes | None:
+    """What options and environment say about the processes of the run; None: this is the only one.
+
+    Options are `coordinator`, `processes`, `process`, `distributed` (auto, on, off), `peer_timeout`, `stall_timeout`.
+    Without them JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID count, then a Slurm step of several tasks
+    or a TPU slice of several hosts. `distributed=on` leaves the search to JAX.
+
+    Raises:
+      UserError: an option that is no number, out of range, or given without the others.
+    """
+    mode = given.get("distributed", "auto")
+    if mode not in ("auto", "on", "off"):
+        raise UserError(f"--distributed must be auto, on or off, got {mode!r}")
+    times = {name: _number(given, name, float) for name in ("peer_timeout", "stall_timeout") if name in given}
+    for name, seconds in times.items():
+        if not 1 <= seconds < 1e9:
+            raise UserError(f"--{name} must be at least 1 second, got {seconds:g}")
+    if mode == "off":
+        return None
+    explicit = {
+        "coordinator": given.get("coordinator") or environment.get("JAX_COORDINATOR_ADDRESS"),
+        "count": given.get("processes") or environment.get("JAX_NUM_PROCESSES"),
+        "index": given.get("process") or environment.get("JAX_PROCESS_ID"),
+    }
+    if explicit["count"] is not None and explicit["index"] is not None:
+        count, index = (_number({"processes": explicit["count"]}, "processes", int), None)
+        index = _number({"process": explicit["index"]}, "process", int)
+        if not 0 <= index < count:
+            raise UserError(f"--process must be from 0 to --processes - 1 = {count - 1}, got {index}")
+        if count == 1:
+            return None
+        address = explicit["coordinator"]
+        if address is None or not re.fullmatch(r".+:\d{1,5}", address):
+            raise UserError(f"--coordinator must be HOST:PORT of process 0, got {address!r}")
+        return Processes(address, count, index, **times)
+    if any(given.get(name) for name in ("coordinator", "processes", "process")):
+        raise UserError("--coordinator, --processes and --process go together, one of them is missing")
+    slurm = environment.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in environment
+    tpu = "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+    return Processes(**times) if mode == "on" or slurm or tpu else None
+
+
+def _number(given: Mapping[str, str], name: str, kind: type) -> Any:
+    try:
+        return kind(given[name])
+    except ValueError:
+        raise UserError(f"--{name} must be a number, got {given[name]!r}") from None
+
+
+class Peers:
+    """The other processes of the run, watched by a thread."""
+
+    def __init__(self, client: Any, index: int, count: int, processes: Processes):
+        self._client, self._index, self._count, self._processes = client, index, count, processes
+        self._progress = 0
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread.start()
+
+    def progress(self) -> None:
+        """Something that takes part in collectives got one further."""
+        self._progress += 1
+
+    def close(self) -> None:
+        """Stops watching."""
+        self._ended.set()
+        self._thread.join(10)
+
+    def fail(self, sentence: str) -> None:
+        """Tells the others why this process ends."""
+        with contextlib.suppress(Exception):
+            self._client.key_value_set(f"{_PREFIX}failed/{self._index}", sentence, allow_overwrite=True)
+
+    def first_said(self, sentence: str) -> bool:
+        """Whether process 0 ended for this reason too."""
+        try:
+            return self._client.key_value_try_get(f"{_PREFIX}failed/0") == sentence
+        except Exception:
+            return False
+
+    def lost(self, sentence: str) -> NoReturn:
+        """Ends this process at once: no destructor may wait for the others."""
+        with self._lock:
+            if not self._ended.is_set():
+                print(f"error: {sentence}; start the same command in all processes to continue", file=sys.stderr)
+                self._ended.set()
+            leave(PEER_LOST)
+
+    def explain(self, error: BaseException) -> NoReturn:
+        """Ends after an error of a collective, with what the other processes say about it if they do within seconds."""
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline:
+            with contextlib.suppress(Exception):
+                self._look(self._client.key_value_dir_get(f"{_PREFIX}failed/"))
+            time.sleep(0.2)
+        self.lost(f"process {self._index} of {self._count} lost another process: {one_line(error)}")
+
+    def _look(self, entries: Any) -> None:
+        for name, sentence in entries:
+            number = name.rsplit("/", 1)[1]
+            if "/failed/" in f"/{name}" and number != str(self._index):
+                self.lost(f"process {number} of {self._count} ended: {sentence}")
+
+    def _watch(self) -> None:
+        count, begun = 0, time.monotonic()
+        heard = dict.fromkeys(range(self._count), ("", begun))
+        moved = dict.fromkeys(range(self._count), ("", begun))
+        answered = begun
+        period = min(1.0, self._processes.peer_timeout / 5)
+        while not self._ended.wait(period):
+            count += 1
+            try:
+                beat = f"{count} {self._progress}"
+                self._client.key_value_set(f"{_PREFIX}alive/{self._index}", beat, allow_overwrite=True)
+                entries = self._client.key_value_dir_get(_PREFIX)
+                answered = time.monotonic()
+            except Exception as error:
+                if self._ended.is_set():
+                    return
+                if time.monotonic() - answered > self._processes.peer_timeout or "refused" in str(error):
+                    self.lost(f"process 0, which coordinates the {self._count}, does not answer: {one_line(error)}")
+                continue
+            self._look(entries)
+            now = time.monotonic()
+            for name, value in entries:
+                if "alive/" not in name:
+                    continue
+                number = int(name.rsplit("/", 1)[1])
+                beat, progress = value.split()
+                heard[number] = (beat, now) if heard[number][0] != beat else heard[number]
+                moved[number] = (progress, now) if moved[number][0] != progress else moved[number]
+            self._judge(heard, moved, now)
+
+    def _judge(self, heard: dict[int, tuple[str, float]], moved: dict[int, tuple[str, float]], now: float) -> None:
+        silent = [n for n, (_, at) in heard.items() if now - at > self._processes.peer_timeout]
+        if silent:
+            names = ", ".join(map(str, silent))
+            limit = self._processes.peer_timeout
+            self.lost(f"nothing was heard for {limit:.0f} s of process {names} of {self._count} (stopped, or cut off)")
+        if all(now - at > self._processes.stall_timeout for _, at in moved.values()):
+            slowest = min(moved, key=lambda n: int(moved[n][0] or 0))
+            self.lost(
+                f"no process got further for {self._processes.stall_timeout:.0f} s; process {slowest} of {self._count} "
+                "is behind"
+            )
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process without waiting for anybody."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+_peers: Peers | None = None
+
+
+def progress() -> None:
+    """Tells that this process got one step, evaluation or save further; nothing where it is alone."""
+    if _peers is not None:
+        _peers.progress()
+
+
+@contextlib.contextmanager
+def joined(processes: Processes | None) -> Iterator[None]:
+    """Inside, all processes are one run. An error inside ends this process here, since the others cannot be waited for.
+
+    Raises:
+      UserError: the processes do not find each other.
+    """
+    global _peers
+    if processes is None:
+        yield
+        return
+    import jax
+
+    # The service's own limit is the longer one: what it has to say is a page of its log.
+    limit = int(4 * processes.peer_timeout) + 60
+    try:
+        jax.distributed.initialize(
+            processes.coordinator,
+            processes.count,
+            processes.index,
+            # One device a process is Slurm's and Open MPI's habit, which JAX knows; nobody else's.
+            cluster_detection_method="deactivate" if processes.count is not None else None,
+            initialization_timeout=int(max(processes.peer_timeout, 10)),
+            heartbeat_timeout_seconds=limit,
+            shutdown_timeout_seconds=limit,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"the processes of the run did not find each other: {one_line(error)}") from None
+    from jax._src import distributed  # the key-value store has no public name
+
+    index, count = jax.process_index(), jax.process_count()
+    if index:  # one log
+        logging.getLogger("mhar_jax").setLevel(logging.ERROR)
+    _peers = Peers(distributed.global_state.client, index, count, processes)
+    try:
+        yield
+    except UserError as error:
+        _peers.fail(one_line(error, 500))
+        if index == 0:
+            print(f"error: {one_line(error, 1000)}", file=sys.stderr)
+        time.sleep(2)  # process 0 holds what the others read
+        if index and not _peers.first_said(one_line(error, 500)):
+            print(f"error: process {index} of {count}: {one_line(error, 1000)}", file=sys.stderr)
+        leave(2)
+    except Exception as error:
+        if _LOST.search(str(error)):
+            _peers.explain(error)
+        traceback.print_exc()
+        _peers.fail(f"{type(error).__name__}: {one_line(error)}")
+        time.sleep(2)
+        leave(1)
+    except KeyboardInterrupt:
+        _peers.fail("interrupted")
+        print("error: interrupted", file=sys.stderr)
+        leave(130)
+    _peers.close()
+    _peers = None
+    jax.distributed.shutdown()
