@@ -53,7 +53,7 @@ def measure(name: str, run_dir: pathlib.Path, commit: str | None, seconds: float
         "commit": commit or _commit(),
         "hardware": {"device": device.device_kind, "devices": jax.device_count(), "platform": device.platform},
         "versions": {"python": platform.python_version(), **_versions()},
-        "config": to_dict(config),
+        "config": {**to_dict(config), "run_dir": f"runs/replication/{name}"},
         "data": json.loads((run_dir / "data.json").read_text(encoding="utf-8")),
         "batches": batches_digest(config),
         "evaluations": [short(line) for line in evaluations],

@@ -16,8 +16,8 @@ VARIANTS = ("additive", "hyper_connections", "attention_residuals", "mhar")
 WIDTHS = (512, 768)
 SEEDS = (0, 1)
 HEADS = (2, 8, 16)  # beside 1 and 4, which the main table has
-PILOT_RATES = ("1e-3", "2e-3", "4e-3")
-PILOT_STEPS = 1600
+PILOTS = (("additive", "2e-3"), ("mhar", "2e-3"), ("additive", "1e-3"), ("additive", "4e-3"))
+PILOT_STEPS = 1600  # of a quarter of the tokens, on a schedule of their own
 
 # For planning only: a rough rate of useful arithmetic on one H200 (FLOP/s) by width, how much longer a step of a
 # variant takes than the baseline's, and seconds to start, compile, evaluate, save and measure.
@@ -64,10 +64,10 @@ def plan() -> list[Planned]:
     """Every run, most wanted first."""
     pilot = [
         Planned(
-            f"d512-additive-pilot-lr{rate}-s0",
+            f"d512-{variant}-pilot-lr{rate}-s0",
             "pilot",
             512,
-            "additive",
+            variant,
             0,
             (
                 f"optimizer.peak_lr={rate}",
@@ -77,7 +77,7 @@ def plan() -> list[Planned]:
                 "checkpoint.every=0",
             ),
         )
-        for rate in PILOT_RATES
+        for variant, rate in PILOTS
     ]
     rates = [
         Planned(f"d{width}-{variant}-lr-x{rate:g}-s0", "learning rate", width, variant, 0, rate=rate)
