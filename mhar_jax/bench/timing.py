@@ -109,10 +109,12 @@ def once(run: Callable[[], Any]) -> float:
 
 def copy_bandwidth() -> float:
     """TB/s of reading one large array of random bits and writing another: the better of two ways to copy."""
-    numbers = {"cpu": 2**22, "tpu": 2**28}.get(jax.default_backend(), 2**30)
+    platform = jax.default_backend()
+    numbers = {"cpu": 2**22, "tpu": 2**28}.get(platform, 2**30)
+    seconds = 0.003 if platform == "cpu" else _SAMPLE_SECONDS
     x = jax.random.bits(jax.random.key(0), (numbers,), "uint32")
     programs = {"copy": jax.jit(jax.numpy.copy), "flip": jax.jit(lambda x: x ^ 1)}
-    times = time_in_turns({k: partial(f, x) for k, f in programs.items()}, dict.fromkeys(programs, 1))
+    times = time_in_turns({k: partial(f, x) for k, f in programs.items()}, dict.fromkeys(programs, 1), seconds=seconds)
     best = min(statistics.median(t) for t in times.values() if isinstance(t, list))
     return 2 * x.nbytes / best / 1e9
 

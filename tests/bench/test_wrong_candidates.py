@@ -1,7 +1,5 @@
 """A candidate that is wrong is shown as wrong and gets no time; one that is right does."""
 
-import json
-
 import planted  # noqa: F401  # registers its candidates
 import pytest
 
@@ -74,10 +72,12 @@ def test_models():
 
 
 def test_on_the_command_line(tmp_path, capsys):
-    arguments = ["--implementations=without_norm", "--module=planted", "--shapes=2x32x4", "--tokens=8"]
+    """Beside a right one, which is interpreted here and timed once."""
+    arguments = ["--implementations=without_norm,triton", "--module=planted", "--shapes=2x32x4", "--tokens=8"]
     assert bench.main(["routing", *arguments, f"--out={tmp_path}"]) == 1
     assert "WRONG" in capsys.readouterr().out
     saved = report.load(tmp_path / "routing.json")
-    assert [row.status for row in saved.rows] == ["wrong", "wrong"]
+    assert [row.status for row in saved.rows] == ["wrong", "wrong", "ok", "ok"]
+    assert [len(row.samples_ms) for row in saved.rows] == [0, 0, 1, 1]
+    assert saved.rows[2].metrics["interpreted"]
     assert "WRONG" in (tmp_path / "routing.md").read_text()
-    assert json.loads((tmp_path / "routing.json").read_text())["rows"][0]["samples_ms"] == []
