@@ -111,7 +111,7 @@ def pack(data: pathlib.Path, parts: pathlib.Path) -> list[pathlib.Path]:
         names = [*(s.file for s in index.shards), INDEX_NAME, index.lengths_file, index.hashes_file]
         jobs += [(data / split / name, parts / f"{split}.{name}.xz") for name in names]
     jobs += [(data / name, parts / f"{name}.xz") for name in OTHERS]
-    with concurrent.futures.ProcessPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:  # xz works outside the lock
         digests = list(pool.map(_compress, *zip(*jobs, strict=True)))
     files = [part for _, part in jobs]
     manifest = {part.name: digest for part, digest in zip(files, digests, strict=True)}
@@ -142,7 +142,7 @@ def unpack(parts: pathlib.Path, data: pathlib.Path, *, workers: int) -> None:
         content = json.loads((data / split / INDEX_NAME).read_text(encoding="utf-8"))
         lengths = np.load(data / split / LENGTHS_NAME)
         ends = np.cumsum([shard["documents"] for shard in content["shards"]])[:-1]
-        with concurrent.futures.ProcessPoolExecutor(workers) as pool:
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             jobs = [
                 pool.submit(
                     _write_shard, parts / f"{split}.{shard['file']}.xz", manifest, data / split / shard["file"], part
