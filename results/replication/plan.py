@@ -24,7 +24,7 @@ PILOT_STEPS = 1600  # of a quarter of the tokens, on a schedule of their own
 _RATE = {512: 215e12, 768: 270e12}
 _LONGER = {"additive": 1.0, "hyper_connections": 1.6, "attention_residuals": 1.2, "mhar": 1.2, "block_mhar": 1.3}
 _LONGER |= {"mhar_headwise": 1.6}
-_OVERHEAD = 60.0
+OVERHEAD = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Planned:
         config = self.config(["model.vocab_size=49152"])
         flops = train_flops_per_token(dataclasses.replace(config.model, variant="additive"), config.seq_len)
         tokens = config.steps * config.batch_size * config.seq_len
-        return _OVERHEAD + tokens * flops / _RATE[self.width] * _LONGER[self.variant]
+        return OVERHEAD + tokens * flops / _RATE[self.width] * _LONGER[self.variant]
 
 
 def _main(width: int, seed: int) -> list[Planned]:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from mhar_jax.config.load import to_dict
 from mhar_jax.errors import UserError, command
-from results.replication.plan import Planned, comparable, plan
+from results.replication.plan import OVERHEAD, Planned, comparable, plan
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RUNS = pathlib.Path(__file__).parent / "runs"  # the committed results
@@ -62,6 +63,20 @@ def result_of(run: Planned, options: Options) -> pathlib.Path | None:
     return None
 
 
+def expected(run: Planned, options: Options) -> float:
+    """Seconds that what is left of a run takes: as long as a like one took, where there is one, else a guess."""
+    total = run.seconds()
+    steps = run.config(options.overrides).steps
+    for directory in (options.out, options.work / "done", RUNS):
+        for file in sorted(directory.glob(f"d{run.width}-{run.variant}-*.json")):
+            like = json.loads(file.read_text(encoding="utf-8"))
+            total = OVERHEAD + max(0.0, like["wall_s"] - OVERHEAD) * steps / like["config"]["steps"]
+    metrics = options.work / run.name / "metrics.jsonl"
+    lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
+    done = max((int(m[1]) for line in lines if (m := re.match(r'{"step": (\d+)', line))), default=0)
+    return OVERHEAD + (total - OVERHEAD) * (1 - done / steps)
+
+
 def run_all(runs: Sequence[Planned], options: Options, *, say: Callable[[str], None] = print) -> int:
     """Runs until all have a result or the time is up; returns how many processes failed.
 
@@ -82,11 +97,11 @@ def run_all(runs: Sequence[Planned], options: Options, *, say: Callable[[str], N
             for slot, device in enumerate(options.devices):
                 if slot in running or left() <= _WORTH:
                     continue
-                run = next((r for r in waiting if not options.fitting or r.seconds() < left() - _GRACE), None)
+                run = next((r for r in waiting if not options.fitting or expected(r, options) < left() - _GRACE), None)
                 if run is not None:
                     waiting.remove(run)
                     running[slot] = run, _start(run, device, options), time.monotonic()
-                    say(f"{run.name}: begins, about {run.seconds():.0f} s expected, {left():.0f} s left")
+                    say(f"{run.name}: begins, about {expected(run, options):.0f} s expected, {left():.0f} s left")
             if not running:
                 break  # nothing fits
             if left() < _GRACE and not told:
@@ -169,9 +184,10 @@ def _list(runs: Sequence[Planned], options: Options) -> None:
     total = 0.0
     for run in runs:
         done = result_of(run, options) is not None
-        total += 0 if done else run.seconds()
-        print(f"{'done' if done else f'{run.seconds():5.0f} s':8} {run.stage:14} {run.name}")
-    print(f"left: about {total / 60:.0f} minutes of one H200, were each as long as guessed")
+        seconds = expected(run, options)
+        total += 0 if done else seconds
+        print(f"{'done' if done else f'{seconds:5.0f} s':8} {run.stage:14} {run.name}")
+    print(f"left: about {total / 60:.0f} minutes of one H200, as far as one can tell beforehand")
 
 
 @command
