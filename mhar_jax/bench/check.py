@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 import jax
@@ -57,9 +57,8 @@ def site_errors(
       out, d_out: [T, D].
       grads: of sources, query and gate.
     """
-    wide = _at(tokens, inputs)
-    f = lambda arrays: reference.define(arrays, num_heads=num_heads, eps=1e-6)[0]
-    return _errors(f, wide, tokens, out, d_out, grads)
+    f = lambda arrays: _define(arrays, num_heads=num_heads, eps=1e-6)[0]
+    return _compared(tokens, _exact(f, _at(tokens, inputs), rows_at(tokens, d_out)), out, d_out, grads)
 
 
 def delta_errors(
@@ -72,9 +71,8 @@ def delta_errors(
     grads: Any,
 ) -> dict[str, float]:
     """The same for all sites of a delta model (`candidates.delta_sites`)."""
-    wide = _at(tokens, arrays)
     f = lambda arrays: delta_sites(_DEFINITION, reads, arrays, num_heads=num_heads)
-    return _errors(f, wide, tokens, out, d_out, grads)
+    return _compared(tokens, _exact(f, _at(tokens, arrays), rows_at(tokens, d_out)), out, d_out, grads)
 
 
 def chain_errors(
@@ -92,33 +90,46 @@ def chain_errors(
       sites: of the short stack.
       which: "forward", or "forward_backward" for gradients too.
     """
-    keys = jax.random.split(jax.random.key(1), 4)
-    x, d_out = jax.random.normal(keys[0], (2, CHAIN_TOKENS, dim), dtype)
-    queries = jax.random.normal(keys[1], (sites, dim)) * 2 * (num_heads / dim) ** 0.5
-    biases = jax.random.normal(keys[2], (sites - 1, dim), dtype)
+    arrays, biases, d_out = _chain_arrays(sites, dim, num_heads, dtype)
     sublayers = [lambda p, h: h + p] * (sites - 1)
-    chain = lambda x, queries: run(sublayers, list(biases), x, queries)
+    chain = lambda arrays: run(sublayers, list(biases), arrays["x"], arrays["queries"])
 
     @jax.jit
-    def both(x, queries, d_out):
+    def both(arrays, d_out):
         if which == "forward":
-            return chain(x, queries), None
-        out, vjp = jax.vjp(chain, x, queries)
-        return out, dict(zip(("x", "queries"), vjp(d_out), strict=True))
+            return chain(arrays), None
+        out, vjp = jax.vjp(chain, arrays)
+        return out, vjp(d_out)[0]
 
-    out, grads = both(x, queries, d_out)
+    out, grads = both(arrays, d_out)
+    exact = _exact_chain(sites, dim, num_heads, dtype)
+    return _compared(np.arange(CHAIN_TOKENS), exact, out, d_out, grads)
+
+
+def _chain_arrays(sites: int, dim: int, num_heads: int, dtype: str) -> tuple[Arrays, jax.Array, jax.Array]:
+    """x and queries, what each sublayer adds, and the cotangent of the result."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    x, d_out = jax.random.normal(keys[0], (2, CHAIN_TOKENS, dim), dtype)
+    queries = jax.random.normal(keys[1], (sites, dim)) * 2 * (num_heads / dim) ** 0.5
+    return {"x": x, "queries": queries}, jax.random.normal(keys[2], (sites - 1, dim), dtype), d_out
+
+
+@cache
+def _exact_chain(sites: int, dim: int, num_heads: int, dtype: str) -> tuple[np.ndarray, Arrays]:
+    """The chain's result and gradients; the same for all candidates."""
+    arrays, biases, d_out = _chain_arrays(sites, dim, num_heads, dtype)
     tokens = np.arange(CHAIN_TOKENS)
     wide_biases = np.asarray(biases).astype(np.float64)
 
-    def exact(arrays: Arrays) -> jax.Array:
+    def chain(arrays: Arrays) -> jax.Array:
         sources = [arrays["x"]]
         for i in range(sites):
-            mix = _DEFINITION.route(sources, arrays["queries"][i], num_heads=num_heads)
+            mix = _definition(sources, arrays["queries"][i], num_heads=num_heads)
             if i < sites - 1:
                 sources.append(mix + wide_biases[i])
         return mix
 
-    return _errors(exact, _at(tokens, {"x": x, "queries": queries}), tokens, out, d_out, grads)
+    return _exact(chain, _at(tokens, arrays), rows_at(tokens, d_out))
 
 
 def larger(a: float, b: float) -> float:
@@ -140,29 +151,35 @@ def complaint(errors: Mapping[str, float], tolerance: float) -> str | None:
     return f"wrong: {what} of its norm against float64, where {tolerance:.0e} is allowed"
 
 
+# Compiled once for each number of sources, where one operation after another would compile dozens of programs.
+_define = jax.jit(reference.define, static_argnames=("num_heads", "eps"))
+
+
 def _definition(sources, query, *, num_heads, residual=None, gate=None, null_source=None):
     given = {"residual": residual, "gate": gate, "null_source": null_source}
     arrays = {"sources": jnp.stack(sources), "query": query, **{k: v for k, v in given.items() if v is not None}}
-    return reference.define(arrays, num_heads=num_heads, eps=1e-6)[0]
+    return _define(arrays, num_heads=num_heads, eps=1e-6)[0]
 
 
 _DEFINITION = Candidate("definition", _definition)
 
 
-def _errors(
-    f: Callable[[Arrays], jax.Array], wide: Arrays, tokens: np.ndarray, out: Any, d_out: Any, grads: Any
-) -> dict[str, float]:
-    cotangent = rows_at(tokens, d_out)
+def _exact(f: Callable[[Arrays], jax.Array], wide: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray, Arrays]:
+    """f's result, and the gradients of its arrays, in float64."""
     with _float64():
-        exact, vjp = jax.vjp(f, jax.tree.map(jnp.asarray, wide))
-        (exact_grads,) = vjp(jnp.asarray(cotangent))
-        exact, exact_grads = jax.device_get((exact, exact_grads))
+        out, vjp = jax.vjp(f, jax.tree.map(jnp.asarray, wide))
+        return jax.device_get((out, vjp(jnp.asarray(cotangent))[0]))
+
+
+def _compared(
+    tokens: np.ndarray, exact: tuple[np.ndarray, Arrays], out: Any, d_out: Any, grads: Mapping[str, Any] | None
+) -> dict[str, float]:
     # A gradient that is zero (the query's at a single source) is held against the size of what came in.
-    least = 1e-3 * float(np.linalg.norm(cotangent))
-    errors = {"out": _error(rows_at(tokens, out), exact, 0.0)}
+    least = 1e-3 * float(np.linalg.norm(rows_at(tokens, d_out)))
+    errors = {"out": _error(rows_at(tokens, out), exact[0], 0.0)}
     for name, grad in (grads or {}).items():
         found = _at(tokens, {name: grad})[name]
-        errors[f"d_{name}"] = _error(_stacked(found), _stacked(exact_grads[name]), least)
+        errors[f"d_{name}"] = _error(_stacked(found), _stacked(exact[1][name]), least)
     return errors
 
 
