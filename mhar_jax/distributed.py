@@ -6,10 +6,12 @@ All times are of the monotonic clock, so a jump of the wall clock changes nothin
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import logging
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -206,6 +208,27 @@ def progress() -> None:
         _peers.progress()
 
 
+_HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
+
+
+@_HANDLER
+def _aborted(number: int) -> None:
+    if _peers is not None:
+        _peers.lost("the process that coordinates the others, process 0, is gone, or took this one for gone")
+    leave(128 + number)
+
+
+def _name_aborts() -> None:
+    """Has the last word when JAX's client aborts, as it does at once without its coordinator.
+
+    JAX prints a page of log before. Its own hook for this moment ends in another abort in jaxlib 0.11 (`bad_cast`), and
+    a handler of Python's runs only between two instructions of the main thread, which never comes back.
+    """
+    library = ctypes.CDLL(None)
+    library.signal.argtypes = (ctypes.c_int, _HANDLER)
+    library.signal(signal.SIGABRT, _aborted)
+
+
 @contextlib.contextmanager
 def joined(processes: Processes | None) -> Iterator[None]:
     """Inside, all processes are one run. An error inside ends this process here, since the others cannot be waited for.
@@ -239,6 +262,7 @@ def joined(processes: Processes | None) -> Iterator[None]:
     index, count = jax.process_index(), jax.process_count()
     if index:  # one log
         logging.getLogger("mhar_jax").setLevel(logging.ERROR)
+    _name_aborts()
     _peers = Peers(distributed.global_state.client, index, count, processes)
     try:
         yield

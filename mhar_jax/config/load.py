@@ -33,6 +33,7 @@ MAY_CHANGE = (
     "data.tokenizer",
     "data.workers",
     "data.prefetch",
+    "optimizer.not_finite",  # of steps that are finite, both do the same
     "model.remat",
     "model.routing_implementation",
     "model.attention_implementation",

@@ -164,6 +164,7 @@ class OptimizerConfig:
     accumulate: PositiveInt = 1  # micro-batches a step; batch_size is the whole step's
     z_loss: NonNegativeFloat = 0.0  # weight of mean(logsumexp(logits)^2)
     ema: Fraction = 0.0  # decay of the averaged weights; 0: none
+    not_finite: Literal["stop", "skip"] = "stop"  # a step of infinite or NaN loss or gradient ends the run or is undone
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -144,7 +144,8 @@ class Checkpoints:
                     name: _read_arrays(self.directory / str(step) / name, tree, name, meta["checksums"])
                     for name, tree in _items(shapes).items()
                 }
-                data = _read_json(self.directory / str(step) / "data")
+                with _together():
+                    data = _read_json(self.directory / str(step) / "data")
                 if json_digest(data) != meta["data_digest"]:
                     raise ValueError("the state of the data differs from its checksum")
                 self._set_aside(skipped)
@@ -160,7 +161,7 @@ class Checkpoints:
         """Step and meta, newest first; unreadable ones are warned about and added to `skipped`."""
         for step in reversed(self.steps()):
             meta = None
-            with _damage_is_skipped(self.directory / str(step), skipped, step):
+            with _damage_is_skipped(self.directory / str(step), skipped, step), _together():
                 meta = read_meta(self.directory / str(step))
             if meta is not None:
                 yield step, meta
@@ -182,6 +183,10 @@ class Checkpoints:
                     raise UserError(
                         f"the damaged checkpoint {source} is in the way and cannot be renamed: {error.strerror}"
                     ) from None
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
         self._manager.reload()
 
     def _failed(self, error: Exception) -> UserError:
@@ -283,7 +288,7 @@ def _read_json(item: pathlib.Path) -> Any:
 
 def _read_arrays(item: pathlib.Path, shapes: Any, name: str, checksums: Mapping[str, int]) -> Any:
     """The arrays of an item, sharded as `shapes` says, seen to match the checksums of the state they are part of."""
-    with _one_error_only(), ocp.Checkpointer(ocp.StandardCheckpointHandler()) as reader:
+    with _together(), _one_error_only(), _reader() as reader:
         leaves, structure = jax.tree.flatten(reader.restore(item, args=ocp.args.StandardRestore(shapes)))
     for i, leaf in enumerate(leaves):
         leaves[i] = jnp.copy(leaf)  # the checkpoint library's buffers cannot be donated; one at a time, to save memory
@@ -292,6 +297,38 @@ def _read_arrays(item: pathlib.Path, shapes: Any, name: str, checksums: Mapping[
     if wrong := sorted(path for path, value in found.items() if checksums.get(path) != value):
         raise ValueError(f"{len(wrong)} arrays differ from their checksums, {wrong[0]} first")
     return tree
+
+
+def _reader() -> ocp.Checkpointer:
+    """Reads this process's part and waits for no other: one whose part is damaged would never come (`_together`)."""
+    if jax.process_count() == 1:
+        return ocp.Checkpointer(ocp.StandardCheckpointHandler())
+    own = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=own, active_processes={own}, barrier_sync_key_prefix=f"reader-{own}"
+    )
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+@contextlib.contextmanager
+def _together() -> Iterator[None]:
+    """What fails in one process fails in all of them, so that they go on with the same checkpoint."""
+    if jax.process_count() == 1:
+        yield
+        return
+    from jax.experimental import multihost_utils
+
+    failed: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failed = error
+    others = multihost_utils.process_allgather(np.array([failed is not None]))
+    if failed is not None:
+        raise failed
+    if others.any():
+        raise ValueError(f"process {int(np.flatnonzero(others.ravel())[0])} cannot read it")
 
 
 @contextlib.contextmanager

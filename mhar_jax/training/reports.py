@@ -1,6 +1,7 @@
 """Reading the device's numbers without making it wait, and what a run says about itself."""
 
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress
 from mhar_jax.training.step import State, Trainer, evaluated_params
 
 _HELD = 100  # steps whose numbers stay on the device at most
+_MOST_SKIPPED = 10  # steps in a row that are not finite: no longer the data's fault
+_log = logging.getLogger("mhar_jax")
 
 
 def due(step: int, every: int) -> bool:
@@ -69,6 +72,7 @@ class Reports:
         self._config, self._writer, self._progress, self._clock = config, writer, progress, clock
         self._held: list[tuple[int, dict[str, jax.Array]]] = []
         self._started = False
+        self._skipped = 0  # steps in a row
         self._tokens = config.batch_size * config.seq_len
         self._flops_per_token = train_flops_per_token(config.model, config.seq_len)
         peak = peak_flops(trainer.mesh.devices.flat[0])
@@ -92,26 +96,53 @@ class Reports:
         """Waits for every step so far, and writes those that are due.
 
         Raises:
-          UserError: the loss or the gradient of a step is not finite, or an output cannot be written.
+          UserError: the loss or the gradient of a step is not finite (`_is_finite`), or an output cannot be written.
         """
         held, self._held = self._held, []
         for step, numbers in jax.device_get(held):
             values = {name: float(value) for name, value in numbers.items()}
-            for name, words in (("loss", "loss"), ("grad_norm", "gradient norm")):
-                if not math.isfinite(values[name]):
-                    raise UserError(
-                        f"the {words} is {values[name]} at step {step}, so training stops and keeps the checkpoints "
-                        "from before; a lower optimizer.peak_lr or a longer optimizer.warmup_steps usually helps"
-                    )
+            finite = self._is_finite(step, values)
+            self._skipped = 0 if finite else self._skipped + 1
             if self._is_written(step) or not self._started:
                 speed = self._speed(step)
                 self._started = True
             if self._is_written(step):
                 if not self._config.optimizer.z_loss:
                     del values["z"]
+                if not finite:
+                    values = {"lr": values["lr"], "skipped": 1.0}
                 values |= speed | memory_in_use()
                 self._writer.write(step, values)
                 self._progress.report(step, values)
+
+    def _is_finite(self, step: int, values: dict[str, float]) -> bool:
+        """Whether a step's numbers are; if not, it was skipped.
+
+        Raises:
+          UserError: by optimizer.not_finite the run ends, or too many steps in a row were skipped.
+        """
+        found = [
+            f"the {words} is {values[name]} at step {step}"
+            for name, words in (("loss", "loss"), ("grad_norm", "gradient norm"))
+            if not math.isfinite(values[name])
+        ]
+        if not found:
+            return True
+        rows = self._config.batch_size
+        where = f"batch {step - 1} of the data, sequences {(step - 1) * rows} to {step * rows - 1} in its order"
+        helps = "a lower optimizer.peak_lr or a longer optimizer.warmup_steps usually helps"
+        if self._config.optimizer.not_finite == "stop":
+            raise UserError(
+                f"{found[0]} ({where}), so training stops and keeps the checkpoints from before; {helps}, and "
+                "optimizer.not_finite=skip leaves such steps out"
+            )
+        if self._skipped + 1 >= _MOST_SKIPPED:
+            raise UserError(
+                f"{found[0]} ({where}), as it was at the {self._skipped} steps before, all skipped, so training stops "
+                f"and keeps the checkpoints from before; {helps}"
+            )
+        _log.warning("%s (%s), so the step is skipped", found[0], where)
+        return False
 
     def _is_written(self, step: int) -> bool:
         return step == 1 or due(step, self._config.log.every) or step == self._config.steps

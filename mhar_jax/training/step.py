@@ -70,6 +70,18 @@ def _init_rest(config: Config, params: Any) -> State:
     return state
 
 
+def _if_finite(finite: jax.Array, new: State, old: State) -> State:
+    """The new state where the step was finite; otherwise the old one, in which only the counters have moved on.
+
+    So the learning rate stays that of the step's number, and the data goes on.
+    """
+
+    def choose(after: jax.Array, before: jax.Array) -> jax.Array:
+        return jnp.where(finite, after, before) if jnp.issubdtype(after.dtype, jnp.floating) else after
+
+    return jax.tree.map(choose, new, old)
+
+
 class MeshFunction:
     """A function, called with the mesh in scope, which `mhar_jax.sharding` and the kernels look for.
 
@@ -149,6 +161,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         if "ema" in state:
             new["ema"] = optax.incremental_update(as_float32(params), state["ema"], 1 - config.optimizer.ema)
         metrics = dict(metrics, grad_norm=optax.tree.norm(grads), lr=schedule(state["step"]))
+        if config.optimizer.not_finite == "skip":
+            new = _if_finite(jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"]), new, state)
         return new, metrics
 
     def model_of(params: Any) -> Decoder:
