@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from mhar_jax.config.load import load_config
+from mhar_jax.config.load import load_config, to_dict
 from mhar_jax.config.schema import Config
 from mhar_jax.models import train_flops_per_token
 
@@ -103,7 +103,7 @@ def planned(name: str) -> Planned:
     return {run.name: run for run in plan()}[name]
 
 
-def comparable(config: dict[str, Any]) -> dict[str, Any]:
+def comparable(config: Config) -> dict[str, Any]:
     """A config's values without those that only say where things lie and how the model's rows were counted."""
-    plain = {k: v for k, v in config.items() if k not in ("run_dir", "mesh", "log", "checkpoint", "sample")}
-    return plain | {"model": {k: v for k, v in config["model"].items() if k != "vocab_size"}}
+    plain = {k: v for k, v in to_dict(config).items() if k not in ("run_dir", "mesh", "log", "checkpoint", "sample")}
+    return plain | {"model": {k: v for k, v in plain["model"].items() if k != "vocab_size"}}

@@ -10,6 +10,8 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from mhar_jax.errors import UserError, command
 from mhar_jax.evaluation.statistics import mean_std
 from results.replication import paper
@@ -166,7 +168,11 @@ def losses(results: Results, pictures: dict[str, str]) -> str:
         "worse than the "
         "baseline (v1), are out of reach here."
     )
-    return text + _picture(pictures, "steps", "Held-out loss against steps")
+    return (
+        text
+        + _picture(pictures, "steps", "Held-out loss against steps")
+        + _picture(pictures, "differences", "Held-out loss minus the additive run's")
+    )
 
 
 def heads_gap(results: Results) -> str:
@@ -370,7 +376,7 @@ def charts(results: Results) -> dict[str, str]:
                 for r in of(results, width, variant):
                     if name == "time" and (r.train_seconds is None or r.planned.seed != SEEDS[0]):
                         continue
-                    late = [e for e in r.run.evaluations if e.step >= 0.1 * r.run.config.steps]
+                    late = [e for e in r.run.evaluations if e.step >= 0.25 * r.run.config.steps]
                     tails += [e.loss for e in late]
                     x = [value(r, e.step) for e in late]
                     colour = k + len(VARIANTS) * WIDTHS.index(width)
@@ -379,6 +385,23 @@ def charts(results: Results) -> dict[str, str]:
         if lines:
             limits = (min(tails) - 0.02, _quantile(tails, 0.97))
             found[name] = svg(f"Held-out loss against {axis}", lines, x=axis, y="nats a token", limits=limits)
+    lines = []
+    for width in WIDTHS:
+        for k, variant in enumerate(VARIANTS[1:], 1):
+            pairs = [
+                d for c in compared(of(results, width, "additive"), of(results, width, variant)) for d in c.differences
+            ]
+            if pairs:
+                losses_of = lambda run: np.array([e.loss for e in run.evaluations])
+                mean = np.mean([losses_of(d.second) - losses_of(d.first) for d in pairs], axis=0)
+                late = [(e.step, m) for e, m in zip(pairs[0].second.evaluations, mean, strict=True) if e.step > 0]
+                x, y = zip(*late, strict=True)
+                lines.append(Line(f"d{width} {variant}", x, y, k + len(VARIANTS) * WIDTHS.index(width)))
+    if lines:
+        late_y = [v for line in lines for v in line.y[len(line.y) // 10 :]] + [0.0]
+        limits = (min(late_y) - 0.01, max(late_y) + 0.01)
+        title = "Held-out loss minus the additive run's at the same seed, mean over seeds"
+        found["differences"] = svg(title, lines, x="step", y="nats a token", limits=limits)
     curve = head_curve(results)
     if len(curve) > 2:
         line = Line("mhar, d512", [h for h, _ in curve], [r.run.tail for _, r in curve], 1, marks=True)

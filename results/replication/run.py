@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from mhar_jax.config.load import to_dict
+from mhar_jax.config.load import make_config
 from mhar_jax.errors import UserError, command
 from results.replication.plan import OVERHEAD, Planned, comparable, plan
 
@@ -55,9 +55,8 @@ def result_of(run: Planned, options: Options) -> pathlib.Path | None:
         file = directory / f"{run.name}.json"
         if not file.is_file():
             continue
-        if comparable(json.loads(file.read_text(encoding="utf-8"))["config"]) != comparable(
-            to_dict(run.config(options.overrides))
-        ):
+        found = make_config(json.loads(file.read_text(encoding="utf-8"))["config"])  # with fields that came later
+        if comparable(found) != comparable(run.config(options.overrides)):
             raise UserError(f"{file} is of another config than the plan's {run.name}; move it away, or undo the change")
         return file
     return None

@@ -90,7 +90,7 @@ def test_a_changed_number_is_noticed(results, tmp_path):
 
 def test_every_committed_result_is_of_the_plan():
     for name, result in read_results(RUNS).items():
-        assert comparable(result.values["config"]) == comparable(to_dict(planned(name).config())), name
+        assert comparable(result.run.config) == comparable(planned(name).config()), name
 
 
 def test_without_runs_it_says_so(results):
