@@ -64,7 +64,8 @@ def ratios(first: Report, second: Report) -> list[dict[str, Any]]:
         if not row.samples_ms or other is None:
             continue
         ratio = ratio_of_medians(row.samples_ms, other.samples_ms)
-        verdict = "faster" if ratio.high < 1 else "slower" if ratio.low > 1 else "no difference seen"
+        known = ratio.low == ratio.low
+        verdict = "B faster" if ratio.high < 1 else "B slower" if ratio.low > 1 else "no difference seen"
         found.append(
             {
                 "what": name_of(row),
@@ -73,8 +74,8 @@ def ratios(first: Report, second: Report) -> list[dict[str, Any]]:
                 "ratio": ratio.value,
                 "low": ratio.low,
                 "high": ratio.high,
-                "interval": f"{ratio.low:.3f} to {ratio.high:.3f}",
-                "verdict": f"B {verdict}" if verdict != "no difference seen" else verdict,
+                "interval": f"{ratio.low:.3f} to {ratio.high:.3f}" if known else "–",
+                "verdict": verdict if known else "one sample",
             }
         )
     return found

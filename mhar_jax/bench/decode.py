@@ -120,7 +120,7 @@ def _measure(
             samples,
             first_run_s=first_run[variant],
             ratio=None if ratio is None else ratio.value,
-            ratio_interval=None if ratio is None else [ratio.low, ratio.high],
+            ratio_interval=None if ratio is None or ratio.low != ratio.low else [ratio.low, ratio.high],
         )
         if profile:
             with jax.profiler.trace(f"{profile}/{kind}-{of[variant]['batch']}-{variant}"):

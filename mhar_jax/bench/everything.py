@@ -16,7 +16,7 @@ from mhar_jax.errors import UserError
 
 _PARTS = {"routing": routing, "training": training, "decode": decode}
 # Share of the minutes after which a part begins nothing new. What has begun is finished, so each leaves some room.
-_SHARES = {"routing": 0.42, "training": 0.68, "decode": 0.88}
+_SHARES = {"routing": 0.4, "training": 0.66, "decode": 0.88}
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,5 +1,6 @@
 """How sure a ratio of medians is: bootstrap over samples."""
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -26,11 +27,14 @@ def ratio_of_medians(first: Sequence[float], second: Sequence[float], *, paired:
     Args:
       first, second: positive numbers.
       paired: sample i of both was taken in the same moment: resampled together.
+
+    Returns:
+      The ratio and its interval, which is NaN where there is one sample only.
     """
     a, b = np.asarray(first, np.float64), np.asarray(second, np.float64)
     value = float(np.median(b) / np.median(a))
     if min(a.size, b.size) < 2:
-        return Ratio(value, value, value)
+        return Ratio(value, math.nan, math.nan)
     found = stats.bootstrap(
         (a, b),
         lambda x, y, axis=-1: np.median(y, axis) / np.median(x, axis),

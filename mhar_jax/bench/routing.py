@@ -69,6 +69,10 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     sources = common.integers(options.sources, "sources") if options.sources else None
     if options.tokens is not None:
         common.at_least("tokens", options.tokens, 1)
+    if options.shapes and (options.presets or options.sources):
+        raise UserError("--shapes says all about the sites: give it without --presets and --sources")
+    if options.delta and not options.shapes:
+        raise UserError("--delta belongs to --shapes; the preset of delta form is 8b-delta")
     notes = common.start()
     import jax
 

@@ -32,7 +32,7 @@ LOSS_TOLERANCE = 2e-3
 def make_parser() -> argparse.ArgumentParser:
     """Of the subcommand."""
     p = parser("bench training", "Time train steps of several variants of a preset, on random tokens.")
-    words = f"of {', '.join(MICRO_BATCHES)}, or others; None: mhar_100m,mhar_1b, on a CPU a small model"
+    words = f"of {', '.join(MICRO_BATCHES)}, or others; None: all three, on a CPU a small model"
     p.add_argument("--presets", metavar="NAMES", help=words)
     p.add_argument("--variants", default="additive,mhar", help=f"the first is the baseline; of {', '.join(VARIANTS)}")
     p.add_argument("--implementations", metavar="NAMES", default="best", help="of depth_route, for routed variants")
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
 
     cpu = jax.default_backend() == "cpu"
     small = [*SMALL_MODEL, "batch_size=8", "seq_len=32"] if cpu and options.presets is None else []
-    presets = common.names(options.presets or ("tiny" if cpu else "mhar_100m,mhar_1b"), "presets")
+    presets = common.names(options.presets or ("tiny" if cpu else "mhar_100m,mhar_1b,mhar_350m"), "presets")
     pairs = [(v, i) for v in variants for i in (implementations if v in ROUTED_VARIANTS else [None])]
     configs = {p: _configs(p, pairs, [*small, *options.set], jax.device_count()) for p in presets}
     rows: list[Row] = []
@@ -197,5 +197,5 @@ def _row(
         compile_s=program.seconds,
         first_loss=loss,
         ratio=None if ratio is None else ratio.value,
-        ratio_interval=None if ratio is None else [ratio.low, ratio.high],
+        ratio_interval=None if ratio is None or ratio.low != ratio.low else [ratio.low, ratio.high],
     )

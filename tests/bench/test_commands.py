@@ -130,6 +130,8 @@ def test_slow_compiles_are_left_out_on_gpus():
         (["routing", "--samples=3"], "--samples must be at least 10"),
         (["routing", "--layouts=sideways"], "--layouts must be of"),
         (["routing", "--sources=0"], "--sources must be positive integers"),
+        (["routing", "--shapes=2x32x4", "--presets=tiny"], "without --presets and --sources"),
+        (["routing", "--delta"], "--delta belongs to --shapes"),
         (["routing", "--module=no_such_module"], "cannot be imported"),
         (["training", "--variants=foo"], "--variants must be of"),
         (["training", "--steps=0"], "--steps must be at least 1"),

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 
 import numpy as np
 import pytest
@@ -71,7 +72,14 @@ def test_pairs_cancel_what_they_share():
 
 
 def test_one_sample_has_no_interval():
-    assert ratio_of_medians([2.0], [3.0]) == (1.5, 1.5, 1.5)
+    """And nothing is said about which is faster."""
+    ratio = ratio_of_medians([2.0], [3.0])
+    assert ratio.value == 1.5
+    assert math.isnan(ratio.low)
+    assert math.isnan(ratio.high)
+    once = report.Report("routing", ENVIRONMENT, [report.timed({"what": "same"}, [2.0])])
+    (row,) = compare.ratios(once, result())
+    assert (row["interval"], row["verdict"]) == ("–", "one sample")
 
 
 @pytest.mark.parametrize("changes", [{"device": "chip two"}, {"device_count": 2}, {"platform": "tpu"}])
