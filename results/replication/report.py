@@ -394,9 +394,9 @@ def charts(results: Results) -> dict[str, str]:
             if pairs:
                 losses_of = lambda run: np.array([e.loss for e in run.evaluations])
                 mean = np.mean([losses_of(d.second) - losses_of(d.first) for d in pairs], axis=0)
-                late = [(e.step, m) for e, m in zip(pairs[0].second.evaluations, mean, strict=True) if e.step > 0]
-                x, y = zip(*late, strict=True)
-                lines.append(Line(f"d{width} {variant}", x, y, k + len(VARIANTS) * WIDTHS.index(width)))
+                points = [(e.step, m) for e, m in zip(pairs[0].second.evaluations, mean, strict=True) if e.step > 0]
+                at, differences = zip(*points, strict=True)
+                lines.append(Line(f"d{width} {variant}", at, differences, k + len(VARIANTS) * WIDTHS.index(width)))
     if lines:
         late_y = [v for line in lines for v in line.y[len(line.y) // 10 :]] + [0.0]
         limits = (min(late_y) - 0.01, max(late_y) + 0.01)

@@ -1,5 +1,6 @@
 """Runs of the plan at toy size: the same batches for every variant, killed and continued, one JSON at the end."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -16,7 +17,7 @@ from mhar_jax.data.prepare import prepare
 from mhar_jax.data.shards import ShardTokens, load_index
 from mhar_jax.data.tokenizers import ByteTokenizer
 from mhar_jax.errors import UserError
-from results.replication import corpus, measure
+from results.replication import corpus, measure, run
 from results.replication.plan import plan, planned
 from results.replication.results import compared, read_results
 
@@ -90,12 +91,12 @@ def test_results_are_paired_and_hold_what_the_weights_showed(out):
 
 
 def test_names_are_unique_and_every_config_is_valid():
-    names = [run.name for run in plan()]
+    names = [each.name for each in plan()]
     assert len(names) == len(set(names))
-    for run in plan():
-        config = run.config()
+    for each in plan():
+        config = each.config()
         tokens = config.steps * config.batch_size * config.seq_len
-        assert tokens >= (100_000_000 if run.stage != "pilot" else 25_000_000)
+        assert tokens >= (100_000_000 if each.stage != "pilot" else 25_000_000)
         assert config.steps % config.eval.every == 0
         assert config.steps // config.eval.every == 40  # the last eleven are the last quarter, as the paper's
     assert planned("d512-additive-lr-x0.5-s0").config().optimizer.peak_lr == pytest.approx(1e-3)
@@ -136,11 +137,56 @@ def test_documents_are_runs_of_paragraphs():
     assert [len(d) for d in corpus.documents(paragraphs)] == [9004, 1]
 
 
+@pytest.fixture
+def options(tmp_path) -> run.Options:
+    return run.Options(
+        out=tmp_path / "out",
+        work=tmp_path / "work",
+        seconds=None,
+        devices=(None,),
+        fitting=False,
+        keep_weights=False,
+        commit=None,
+        overrides=tuple(OVERRIDES),
+    )
+
+
+def test_a_finished_run_is_skipped_and_one_of_another_config_refused(out, options):
+    name = "d512-hyper_connections-s0"
+    options.out.mkdir()
+    file = options.out / f"{name}.json"
+    file.write_bytes((out / f"{name}.json").read_bytes())
+    said: list[str] = []
+    assert run.run_all([planned(name)], options, say=said.append) == 0
+    assert said == ["1 runs, 1 of them done", "1 of 1 runs done"]
+    values = json.loads(file.read_text(encoding="utf-8"))
+    values["config"]["optimizer"]["peak_lr"] *= 2
+    file.write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(UserError, match="is of another config than the plan's d512-hyper_connections-s0"):
+        run.run_all([planned(name)], options)
+
+
+def test_nothing_is_begun_that_cannot_end(options):
+    late = dataclasses.replace(options, seconds=200.0, fitting=True)
+    said: list[str] = []
+    run.run_all([planned("d768-mhar-s0")], late, say=said.append)
+    assert said == ["1 runs, 0 of them done", "0 of 1 runs done; next: d768-mhar-s0"]
+
+
+def test_what_is_left_of_a_run_is_expected_to_take_less(options):
+    this = planned("d512-mhar-s0")
+    whole = run.expected(this, options)
+    directory = options.work / this.name
+    directory.mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text('{"step": 9, "loss": 1.0}\n', encoding="utf-8")
+    assert run.expected(this, options) == pytest.approx(60 + (whole - 60) / 4)  # 9 of 12 steps are done
+
+
 @pytest.mark.slow
 def test_killed_and_stopped_runs_end_like_one_that_ran_through(tmp_path):
     def command(name: str) -> list[str]:
-        run = ["d512-mhar-s0", str(tmp_path / name), str(tmp_path / f"{name}.json")]
-        return [sys.executable, "-m", "results.replication.measure", *run, "steps=400", "eval.every=100", *rest]
+        given = ["d512-mhar-s0", str(tmp_path / name), str(tmp_path / f"{name}.json")]
+        return [sys.executable, "-m", "results.replication.measure", *given, "steps=400", "eval.every=100", *rest]
 
     rest = [o for o in OVERRIDES if not o.startswith(("steps", "eval.every"))] + ["checkpoint.every=50"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
