@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jax
-
 from mhar_jax.bench import check, report, timing
 from mhar_jax.bench.candidates import Candidate
 from mhar_jax.bench.report import Row
@@ -55,12 +53,11 @@ def measure(jobs: Sequence[Job], settings: Settings) -> list[Row]:
             continue
         try:
             errors = job.errors(many.program)
-        except (jax.errors.JaxRuntimeError, UnsupportedInputError) as error:
+        except Exception as error:  # a candidate's mistake must not end the others' run
             rows[i] = _refusal(job.of, error)
             continue
         if (problem := check.complaint(errors, job.tolerance)) is not None:
-            finite = {k: e if e < float("inf") else None for k, e in errors.items()}
-            rows[i] = report.refused(job.of, "wrong", problem, errors=finite)
+            rows[i] = report.refused(job.of, "wrong", problem, errors=errors)
         else:
             right[i] = (one, many.program, errors)
 

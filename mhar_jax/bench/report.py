@@ -58,7 +58,7 @@ class Report:
         Raises:
           UserError: it cannot be written.
         """
-        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1, allow_nan=False) + "\n"
+        text = json.dumps(_finite({"schema": SCHEMA, **asdict(self)}), indent=1, allow_nan=False) + "\n"
         with writing("the benchmark's result", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
@@ -74,6 +74,15 @@ def timed(of: Mapping[str, Any], samples_ms: Sequence[float], **metrics: Any) ->
 def refused(of: Mapping[str, Any], status: Status, reason: Any, **metrics: Any) -> Row:
     """A row without a time."""
     return Row(dict(of), status, one_line(reason, 400), metrics=metrics)
+
+
+def _finite(value: Any) -> Any:
+    """JSON has neither infinity nor NaN: null instead."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def load(path: str | pathlib.Path) -> Report:

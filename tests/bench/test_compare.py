@@ -115,6 +115,13 @@ def test_files_that_are_no_results(tmp_path, capsys):
     assert "cannot be read" in capsys.readouterr().err
 
 
+def test_what_is_not_a_number_is_null(tmp_path):
+    """JSON has no word for it, and a result must not be lost over it."""
+    rows = [report.refused({"what": "bad"}, "wrong", "off", errors={"out": math.inf, "d_query": [math.nan, 1.0]})]
+    report.Report("routing", ENVIRONMENT, rows).save(tmp_path / "r.json")
+    assert report.load(tmp_path / "r.json").rows[0].metrics == {"errors": {"out": None, "d_query": [None, 1.0]}}
+
+
 def test_schema(tmp_path):
     """A saved result has the schema; each of these mistakes is seen."""
     result().save(tmp_path / "r.json")
