@@ -51,9 +51,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in quiet:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
+    if options.get("dry_run", "false") not in ("true", "false"):
+        raise UserError(f"--dry_run must be true or false, got {options['dry_run']!r}")
+    dry = options.get("dry_run") == "true"
+    if "topology" in options:
+        if not dry:
+            raise UserError("--topology goes with --dry-run: a slice that is not there cannot train")
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
     prefer_present_hardware()  # before JAX looks for devices
     if "compilation_cache" in options:
         keep_compiled(options["compilation_cache"])
+    if dry:
+        from mhar_jax.training.dry_run import dry_run
+
+        dry_run(config, options.get("topology"))
+        return 0
     with joined(processes):
         from mhar_jax.training.loop import train
 

@@ -38,9 +38,10 @@ def assert_equal(a: pathlib.Path, b: pathlib.Path, step: int) -> None:
     got, expected = saved(a, step), saved(b, step)
     assert got.keys() == expected.keys()
     for name, value in expected.items():
-        error = np.linalg.norm(got[name].astype(np.float64) - value) / max(np.linalg.norm(value), 1e-30)
-        # A query starts at 0 and has moved by a few learning rates, each divided by a root that amplifies rounding.
-        assert error <= (1e-6 if "query" not in name else 1e-4), (name, error)
+        # The first site has one source, so its query has no effect, and Adam makes steps of what rounding leaves there.
+        rows = slice(1, None) if name == "routing/query" else slice(None)
+        x, y = got[name][rows].astype(np.float64), value[rows].astype(np.float64)
+        assert np.linalg.norm(x - y) <= 1e-6 * np.linalg.norm(y), name
     assert next_batch(a, step) == next_batch(b, step)
 
 
