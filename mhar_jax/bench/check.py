@@ -15,10 +15,9 @@ from mhar_kernels import reference
 TOKENS = 16  # of a large call that are compared
 CHAIN_TOKENS = 32  # of a small stack
 
-# ||a - b|| / ||b||. One rounding to bfloat16 is 1.7e-3 (8 bits; uniform over an ulp), to float16 2e-4; a site rounds
-# its result once, and some backends a weight or an intermediate gradient once more. Sums in float32 are within 1e-5,
-# but a query's gradient is a difference of numbers a hundred times larger.
-SITE_TOLERANCE = {"bfloat16": 6e-3, "float16": 1e-3, "float32": 1e-4}
+# ||a - b|| / ||b||. A site rounds its result once: 1.7e-3 in bfloat16, 2.1e-4 in float16, which is what all backends
+# show, and some may round an intermediate once more. float32 is within 3e-7, but for queries that make large logits.
+SITE_TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 5e-5}
 # A chain of sites rounds at each of them, and later weights depend on what was rounded: 18 blocked sites in plain jnp
 # are within 7e-3 (queries), 64 delta sites within 6e-3 (the stream), 6 sites in float32 within 8e-7. Some backends
 # keep partial sums between kernels in 16 bits.
