@@ -51,6 +51,11 @@ def of(results: Results, width: int, variant: str, *, middle: str = "") -> list[
     return [results[name] for name in names if name in results]
 
 
+def half_rate(results: Results, width: int) -> list[Result]:
+    """The single head at half the preset's rate."""
+    return of(results, width, "attention_residuals", middle="-lr-x0.5")
+
+
 class Effect:
     """Paired differences of tail-means, seed by seed."""
 
@@ -122,10 +127,24 @@ def finding(results: Results) -> str:
                 f"- Width {width}, many heads (`mhar`, H = 4) against one (`attention_residuals`): {effect.word()}, "
                 f"{effect.cell()}."
             )
+        effect = Effect(half_rate(results, width), of(results, width, "mhar"))
+        if effect.by_seed:
+            lines.append(
+                f"- Width {width}, many heads against one at half its peak rate, which the paper finds it may need: "
+                f"{effect.word()}, {effect.cell()}."
+            )
+    lines += [
+        f"- `{name}` diverged and is in no comparison: {r.diverged}"
+        for name, r in results.items()
+        if r.diverged and r.planned.stage != "pilot"
+    ]
     gaps = [Effect(of(results, w, "attention_residuals"), of(results, w, "mhar")) for w in WIDTHS]
     if all(g.by_seed for g in gaps):
         small, large = gaps
-        if not all(g.apart for g in gaps):
+        higher = [str(w) for w, g in zip(WIDTHS, gaps, strict=True) if g.apart and g.mean > 0]
+        if higher:
+            verdict = f"does not hold: many heads are above one at width {' and '.join(higher)}"
+        elif not all(g.apart for g in gaps):
             verdict = "cannot be told: at one width at least, the gap itself is not told apart from nothing"
         else:
             separate = max(large.by_seed) < min(small.by_seed) or min(large.by_seed) > max(small.by_seed)
@@ -181,6 +200,8 @@ def heads_gap(results: Results) -> str:
     for width in WIDTHS:
         effect = Effect(of(results, width, "attention_residuals"), of(results, width, "mhar"))
         rows.append(f"| {width} | {effect.cell()} |")
+        effect = Effect(half_rate(results, width), of(results, width, "mhar"))
+        rows.append(f"| {width}, one head at half the rate | {effect.cell()} |")
     rows += [f"| paper, {scale} | {gap} |" for scale, gap in paper.HEADS_GAP]
     return "\n".join(rows)
 
@@ -301,7 +322,7 @@ def speed(results: Results, pictures: dict[str, str]) -> str:
         "\n\nTokens a second: median over a run while it trains, from its own log; runs are hours apart and "
         "may have had "
         "a neighbour on the second GPU, so a few percent mean nothing here (`python -m "
-        "mhar_jax.training.bench` measures "
+        "mhar_jax.bench training` measures "
         "ratios side by side). Compilation, evaluation and saving are left out of the seconds."
     )
     return text + _picture(pictures, "time", "Held-out loss against seconds of training")

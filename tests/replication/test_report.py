@@ -118,6 +118,33 @@ def test_one_seed_is_never_told_apart(results):
     assert "at every seed," not in page
 
 
+def test_many_heads_are_also_set_against_one_at_half_the_rate(results):
+    runs = [made_up("d512-attention_residuals-s0", 3.0), made_up("d512-mhar-s0", 2.9)]
+    half = made_up("d512-attention_residuals-lr-x0.5-s0", 2.88)
+    page = report.build(results(*runs, half))["replication.md"]
+    assert "many heads against one at half its peak rate, which the paper finds it may need: higher" in page
+    assert "| 512, one head at half the rate | +0.0200 (one seed" in page
+
+
+def test_many_heads_above_one_are_no_gap_that_widens(results):
+    gaps = {512: 0.2, 768: 0.1}  # a difference that falls with width, but on the wrong side
+    runs = [
+        made_up(f"d{w}-{variant}-s{seed}", 3.0 + (gap if variant == "mhar" else 0.0), jitter=0.001)
+        for w, gap in gaps.items()
+        for variant in ("attention_residuals", "mhar")
+        for seed in (0, 1)
+    ]
+    page = report.build(results(*runs))["replication.md"]
+    assert "from width 512 to 768: does not hold: many heads are above one at width 512 and 768." in page
+
+
+def test_a_run_that_diverged_stands_in_the_finding(results):
+    broken = made_up("d512-attention_residuals-s0", 3.0) | {"diverged": "the loss is nan at step 900"}
+    page = report.build(results(broken, made_up("d512-mhar-s0", 2.9)))["replication.md"]
+    finding = page.split("## Finding")[1].split("## Losses")[0]
+    assert "`d512-attention_residuals-s0` diverged and is in no comparison: the loss is nan at step 900" in finding
+
+
 def test_a_healthy_baseline_and_one_that_is_not(results):
     runs = [made_up("d512-additive-s0", 3.0), made_up("d512-additive-lr-x0.5-s0", 3.1)]
     good = report.build(results(*runs, made_up("d512-additive-lr-x2-s0", 3.05)))["replication.md"]
