@@ -24,6 +24,7 @@ from mhar_jax.errors import UserError, one_line
 PEER_LOST = 3  # exit code: this process is well, another is not; the same command in all of them continues
 
 _PREFIX = "mhar_jax/"
+_LAST_WORDS = 6.0  # seconds that process 0 stays after a mistake, so that the others can read why
 _LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket closed|peer|barrier|unavailable|"
     r"deadline.exceeded|coordination service|heartbeat",
@@ -99,6 +100,8 @@ class Peers:
     def __init__(self, client: Any, index: int, count: int, processes: Processes):
         self._client, self._index, self._count, self._processes = client, index, count, processes
         self._progress = 0
+        self._code = PEER_LOST
+        self._told: float | None = None  # when another process was first seen to end with a sentence
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
@@ -113,17 +116,21 @@ class Peers:
         self._ended.set()
         self._thread.join(10)
 
-    def fail(self, sentence: str) -> None:
-        """Tells the others why this process ends."""
+    def fail(self, sentence: str, code: int) -> None:
+        """Tells the others why this process ends; what they do from now on is not its end."""
+        self._code = code
+        self._ended.set()
         with contextlib.suppress(Exception):
             self._client.key_value_set(f"{_PREFIX}failed/{self._index}", sentence, allow_overwrite=True)
 
     def first_said(self, sentence: str) -> bool:
         """Whether process 0 ended for this reason too."""
-        try:
-            return self._client.key_value_try_get(f"{_PREFIX}failed/0") == sentence
-        except Exception:
-            return False
+        deadline = time.monotonic() + _LAST_WORDS / 2
+        while time.monotonic() < deadline:
+            with contextlib.suppress(Exception):
+                return self._client.key_value_try_get(f"{_PREFIX}failed/0") == sentence
+            time.sleep(0.2)
+        return False
 
     def lost(self, sentence: str) -> NoReturn:
         """Ends this process at once: no destructor may wait for the others."""
@@ -131,21 +138,25 @@ class Peers:
             if not self._ended.is_set():
                 print(f"error: {sentence}; start the same command in all processes to continue", file=sys.stderr)
                 self._ended.set()
-            leave(PEER_LOST)
+            leave(self._code)
 
     def explain(self, error: BaseException) -> NoReturn:
         """Ends after an error of a collective, with what the other processes say about it if they do within seconds."""
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             with contextlib.suppress(Exception):
-                self._look(self._client.key_value_dir_get(f"{_PREFIX}failed/"))
+                self._look(self._client.key_value_dir_get(f"{_PREFIX}failed/"), patience=0)
             time.sleep(0.2)
         self.lost(f"process {self._index} of {self._count} lost another process: {one_line(error)}")
 
-    def _look(self, entries: Any) -> None:
+    def _look(self, entries: Any, patience: float = 3.0) -> None:
+        """Ends if another process did, after a while in which this one may find the same mistake by itself."""
         for name, sentence in entries:
             number = name.rsplit("/", 1)[1]
-            if "/failed/" in f"/{name}" and number != str(self._index):
+            if "failed/" not in name or number == str(self._index):
+                continue
+            self._told = time.monotonic() if self._told is None else self._told
+            if time.monotonic() - self._told >= patience:
                 self.lost(f"process {number} of {self._count} ended: {sentence}")
 
     def _watch(self) -> None:
@@ -267,22 +278,22 @@ def joined(processes: Processes | None) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        _peers.fail(one_line(error, 500))
+        _peers.fail(one_line(error, 500), 2)
         if index == 0:
             print(f"error: {one_line(error, 1000)}", file=sys.stderr)
-        time.sleep(2)  # process 0 holds what the others read
-        if index and not _peers.first_said(one_line(error, 500)):
+            time.sleep(_LAST_WORDS)  # process 0 holds what the others read
+        elif not _peers.first_said(one_line(error, 500)):
             print(f"error: process {index} of {count}: {one_line(error, 1000)}", file=sys.stderr)
         leave(2)
     except Exception as error:
         if _LOST.search(str(error)):
             _peers.explain(error)
         traceback.print_exc()
-        _peers.fail(f"{type(error).__name__}: {one_line(error)}")
-        time.sleep(2)
+        _peers.fail(f"{type(error).__name__}: {one_line(error)}", 1)
+        time.sleep(_LAST_WORDS if index == 0 else 0)
         leave(1)
     except KeyboardInterrupt:
-        _peers.fail("interrupted")
+        _peers.fail("interrupted", 130)
         print("error: interrupted", file=sys.stderr)
         leave(130)
     _peers.close()
