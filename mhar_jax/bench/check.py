@@ -19,9 +19,10 @@ CHAIN_TOKENS = 32  # of a small stack
 # show, and some may round an intermediate once more. float32 is within 3e-7, but for queries that make large logits.
 SITE_TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 5e-5}
 # A chain of sites rounds at each of them, and later weights depend on what was rounded: 18 blocked sites in plain jnp
-# are within 7e-3 (queries), 64 delta sites within 6e-3 (the stream), 6 sites in float32 within 8e-7. Some backends
-# keep partial sums between kernels in 16 bits.
-MODEL_TOLERANCE = {"bfloat16": 1.5e-2, "float16": 3e-3, "float32": 1e-4}
+# are within 3e-3, 64 delta sites within 6e-3 (the stream), 6 sites in float32 within 8e-7. Gradients of queries nearly
+# cancel when summed: within 7e-3 in plain jnp, 1.4e-2 where partial sums pass between kernels in 16 bits.
+MODEL_TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3, "float32": 5e-5}
+_QUERIES_IN_A_MODEL = 2.0
 
 Arrays = dict[str, Any]
 
@@ -141,13 +142,24 @@ def worst(errors: Mapping[str, float]) -> float:
     return reduce(larger, errors.values(), 0.0)
 
 
-def complaint(errors: Mapping[str, float], tolerance: float) -> str | None:
+def site_tolerance(dtype: str, name: str) -> float:
+    """What an output or gradient of one site may be off by."""
+    return SITE_TOLERANCE[dtype]
+
+
+def model_tolerance(dtype: str, name: str) -> float:
+    """What one of a chain of sites may be off by."""
+    return MODEL_TOLERANCE[dtype] * (_QUERIES_IN_A_MODEL if name == "d_queries" else 1.0)
+
+
+def complaint(errors: Mapping[str, float], tolerance: Callable[[str], float]) -> str | None:
     """What is wrong, for the table; None if nothing is."""
-    bad = {k: e for k, e in errors.items() if not e <= tolerance}
-    if not bad:
-        return None
-    what = ", ".join(f"{name} is off by {e:.1e}" for name, e in bad.items())
-    return f"wrong: {what} of its norm against float64, where {tolerance:.0e} is allowed"
+    bad = [
+        f"{name} is off by {error:.1e} where {tolerance(name):.0e} is allowed"
+        for name, error in errors.items()
+        if not error <= tolerance(name)
+    ]
+    return f"wrong against float64, as a share of its norm: {', '.join(bad)}" if bad else None
 
 
 # Compiled once for each number of sources, where one operation after another would compile dozens of programs.

@@ -32,7 +32,7 @@ class Job:
     calls: int  # in the latter
     run: Callable[[Any], Any]  # queues a run of a compiled `lower_many`
     errors: Callable[[Any], dict[str, float]]  # of a compiled `lower_many`, against float64
-    tolerance: float
+    tolerance: Callable[[str], float]  # of each of them
     bytes_moved: float
     flops: float
     more: Callable[[Any], dict[str, Any]] = lambda program: {}  # further metrics, of a compiled `lower_many`

@@ -48,7 +48,7 @@ def measure_model(name: str, shape: ModelShape, runs: Sequence[Run], settings: S
                 calls=1,
                 run=lambda program: program(arrays, d_out),
                 errors=partial(errors, shape, arrays, d_out),
-                tolerance=check.MODEL_TOLERANCE[shape.dtype],
+                tolerance=partial(check.model_tolerance, shape.dtype),
                 bytes_moved=traffic.model_bytes(shape, which, block),
                 flops=traffic.routing_flops(shape.reads, shape.dim, shape.tokens, which),
                 more=partial(_more, shape, arrays, d_out, settings.profile and not candidate.interpreted),

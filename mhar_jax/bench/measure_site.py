@@ -44,7 +44,7 @@ def measure_site(
                 calls=calls,
                 run=partial(_run, arrays),
                 errors=partial(_errors, shape, *arrays),
-                tolerance=check.SITE_TOLERANCE[shape.dtype],
+                tolerance=partial(check.site_tolerance, shape.dtype),
                 bytes_moved=traffic.site_bytes(shape, which),
                 flops=traffic.routing_flops((shape.sources,), shape.dim, shape.tokens, which),
                 more=partial(_kernels, arrays, settings.profile and not candidate.interpreted),

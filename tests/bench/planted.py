@@ -17,13 +17,13 @@ def without_norm(sources, query, *, num_heads, **rest):
 
 
 def wrong_query_gradient(sources, query, *, num_heads, **rest):
-    """Right values; the query's gradient is 2 % too small."""
+    """Right values; the query's gradient is 5 % too small."""
 
     @jax.custom_vjp
     def scaled(q):
         return q
 
-    scaled.defvjp(lambda q: (q, None), lambda _, d: (0.98 * d,))
+    scaled.defvjp(lambda q: (q, None), lambda _, d: (0.95 * d,))
     return depth_route(sources, scaled(query), num_heads=num_heads, implementation="xla", **rest)
 
 

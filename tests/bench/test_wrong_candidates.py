@@ -42,7 +42,7 @@ def test_a_wrong_gradient_spoils_only_the_pass_that_has_it(site_rows):
     assert site_rows["wrong_query_gradient", "forward"].status == "ok"
     row = site_rows["wrong_query_gradient", "forward_backward"]
     assert (row.status, row.samples_ms) == ("wrong", [])
-    assert row.metrics["errors"]["d_query"] == pytest.approx(0.02, rel=0.01)
+    assert row.metrics["errors"]["d_query"] == pytest.approx(0.05, rel=0.01)
     assert row.metrics["errors"]["d_sources"] < 3e-3
     assert "d_query" in row.reason
     assert "d_sources" not in row.reason
