@@ -63,7 +63,9 @@ def test_two_processes_equal_one_and_survive_a_lost_one(launch, alone, tmp_path)
     expected = run_alone(launch, alone)
     run_dir = tmp_path / "run"
     run = launch(2, f"--run_dir={run_dir}", "--peer_timeout=10")
-    wait_for_step(run_dir, 3, run)
+    while not (run_dir / "checkpoints" / "2").exists():
+        assert all(process.poll() is None for process in run.processes), run.wait()
+        time.sleep(0.005)
     run.processes[1].kill()
     killed = time.monotonic()
     code, out, err = run.wait()[0]

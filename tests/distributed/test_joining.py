@@ -1,0 +1,137 @@
+"""How processes find each other, which part of a batch each reads, and meshes over slices. No process is started."""
+
+import dataclasses
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from mhar_jax import sharding
+from mhar_jax.config.schema import MeshConfig
+from mhar_jax.distributed import find_processes
+from mhar_jax.errors import UserError
+from mhar_jax.training.main import take_options
+
+PLACE = {"coordinator": "host:1234", "processes": "4", "process": "2"}
+
+
+def test_options_and_environment():
+    found = find_processes(PLACE | {"peer_timeout": "5"}, {})
+    assert found is not None
+    assert (found.coordinator, found.count, found.index, found.peer_timeout) == ("host:1234", 4, 2, 5.0)
+    names = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    assert find_processes({}, names).index == 1
+    assert find_processes({"distributed": "off"}, names) is None
+    assert find_processes({}, {}) is None
+    assert find_processes(PLACE | {"processes": "1", "process": "0"}, {}) is None
+    assert find_processes({}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "3"}).count is None, "JAX reads the rest"
+    assert find_processes({}, {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert find_processes({}, {"TPU_WORKER_HOSTNAMES": "a,b"}) is not None
+    assert find_processes({"distributed": "on"}, {}) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"processes": "4"}, "go together"),
+        ({"coordinator": "host:1"}, "go together"),
+        (PLACE | {"process": "4"}, "from 0 to --processes - 1 = 3, got 4"),
+        (PLACE | {"processes": "x"}, "--processes must be a number"),
+        (PLACE | {"coordinator": "host"}, "HOST:PORT"),
+        (PLACE | {"peer_timeout": "0"}, "at least 1 second"),
+        ({"distributed": "maybe"}, "auto, on or off"),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(UserError, match=words):
+        find_processes(options, {})
+
+
+def test_options_are_told_from_fields():
+    rest, options = take_options(["tiny", "--steps=3", "--process", "1", "--dry-run", "--peer-timeout=9"])
+    assert rest == ["tiny", "--steps=3"]
+    assert options == {"process": "1", "dry_run": "true", "peer_timeout": "9"}
+    with pytest.raises(UserError, match="--coordinator needs a value"):
+        take_options(["--coordinator"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """As much of a device as a mesh looks at."""
+
+    id: int
+    process_index: int
+    slice_index: int = 0
+    platform: str = "cpu"
+    device_kind: str = "cpu"
+
+
+@pytest.mark.parametrize(
+    ("owners", "sizes", "parts"),
+    [
+        ([0, 0, 1, 1], (4, 1, 1), [(0, 2), (1, 2)]),
+        ([0, 1, 0, 1], (4, 1, 1), [(0, 2), (1, 2)]),  # a process's devices are no neighbours
+        ([0, 1, 2, 3], (2, 1, 2), [(0, 2), (0, 2), (1, 2), (1, 2)]),  # tensor spans two processes
+        ([0, 1, 2, 3], (1, 1, 4), [(0, 1)] * 4),
+        ([0, 0, 1, 1], (1, 2, 2), [(0, 2), (1, 2)]),
+    ],
+)
+def test_each_process_reads_the_rows_of_its_devices(monkeypatch, owners, sizes, parts):
+    placed = np.array([Device(i, owner) for i, owner in enumerate(owners)]).reshape(sizes)
+    split = sizes[0] * sizes[1]
+
+    class Sharding:
+        def __init__(self, mesh, spec):
+            pass
+
+        def devices_indices_map(self, shape):
+            rows = shape[0] // split
+            by_row = placed.reshape(split, -1)
+            return {d: (slice(i * rows, (i + 1) * rows),) for i in range(split) for d in by_row[i]}
+
+    monkeypatch.setattr(sharding, "NamedSharding", Sharding)
+    mesh = types.SimpleNamespace(shape=dict(zip(sharding.AXES, sizes, strict=True)))
+    for process, expected in enumerate(parts):
+        monkeypatch.setattr(jax, "process_index", lambda p=process: p)
+        share = sharding.data_share(mesh, 8)
+        assert (share["process_index"], share["process_count"]) == expected
+
+
+def test_rows_that_overlap_in_part_are_refused(monkeypatch):
+    devices = [Device(0, 0), Device(1, 0), Device(2, 1)]
+    rows = {devices[0]: (slice(0, 4),), devices[1]: (slice(4, 8),), devices[2]: (slice(4, 8),)}
+    monkeypatch.setattr(
+        sharding, "NamedSharding", lambda mesh, spec: types.SimpleNamespace(devices_indices_map=lambda shape: rows)
+    )
+    with pytest.raises(UserError, match="overlap or differ in size"):
+        sharding.data_share(types.SimpleNamespace(shape={"data": 2}), 8)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "across"),
+    [
+        ((8, 1, 1), 0),
+        ((2, 4, 1), 0),
+        ((1, 4, 2), 1),
+        ((4, 1, 2), 0),
+    ],
+)
+def test_only_data_and_fsdp_cross_slices(sizes, across):
+    """Eight devices in two slices: along one axis the first half of the mesh is one slice, the second the other."""
+    devices = [Device(i, i // 4, i // 4) for i in range(8)]
+    placed = sharding._placed(dict(zip(sharding.AXES, sizes, strict=True)), devices)
+    assert placed.shape == sizes
+    halves = np.split(placed, 2, axis=across)
+    assert [{d.slice_index for d in half.flat} for half in halves] == [{0}, {1}]
+
+
+def test_tensor_does_not_cross_slices():
+    devices = [Device(i, i // 4, i // 4) for i in range(8)]
+    with pytest.raises(UserError, match="multiple of the 2 slices"):
+        sharding._placed({"data": 1, "fsdp": 1, "tensor": 8}, devices)
+
+
+def test_a_mesh_of_one_slice_has_all_devices():
+    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=-1, tensor=2), jax.devices())
+    assert {d.id for d in mesh.devices.flat} == {d.id for d in jax.devices()}
