@@ -100,7 +100,8 @@ def data_share(mesh: Mesh, batch_size: int) -> dict[str, int]:
     """
     sharding = NamedSharding(mesh, BATCH)
     rows: dict[int, set[int]] = {}
-    for device, index in sharding.devices_indices_map((batch_size,)).items():
+    places: dict[Any, Any] = dict(sharding.devices_indices_map((batch_size,)))
+    for device, index in places.items():
         rows.setdefault(device.process_index, set()).update(range(batch_size)[index[0]])
     parts = sorted({tuple(sorted(r)) for r in rows.values()})
     if sum(map(len, parts)) != batch_size or len({len(p) for p in parts}) != 1:
