@@ -26,6 +26,8 @@ class Plan(NamedTuple):
     block_size: int
     remat: str
     interpret: bool = False
+    norm_eps: float = 1e-6  # of the norm of what a sublayer reads
+    keep: bool = True  # what only a backward pass needs
 
     @property
     def num_sites(self) -> int:
@@ -45,7 +47,7 @@ class Plan(NamedTuple):
 class Stages(Protocol):
     """What a backend computes. The histories are pytrees of its own; buffers in them are updated in place.
 
-    Arrays keep their leading axes `...`; only `query_gradient` adds over them.
+    Arrays keep their leading axes `...`; only gradients of queries and norms add over them.
     """
 
     def start(self, plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -> Any:
@@ -54,10 +56,16 @@ class Stages(Protocol):
     def mix(self, plan: Plan, history: Any, block: range) -> Any:
         """What the sources before the block give to the mixes of all its sites: one pass over them."""
 
-    def merge(self, plan: Plan, history: Any, site: int, source: jax.Array, outside: Any) -> tuple[Any, jax.Array]:
-        """Source `site` enters the history; the history, and the site's mix [..., D] over sources 0 to `site`.
+    def merge(
+        self, plan: Plan, history: Any, site: int, source: jax.Array, outside: Any, norm: jax.Array | None
+    ) -> tuple[Any, jax.Array, jax.Array | None]:
+        """Source `site` enters the history, and the site's mix over sources 0 to `site` is finished.
 
         outside: of `mix` for the site's block, or None in the first block.
+        norm: scale [D] float32 of the RMSNorm that the mix goes through, or None.
+
+        Returns: the history; what is read at the site [..., D], the mix through its norm; and what else `finish` needs,
+        None where it takes all from what is read.
         """
 
     def begin(self, plan: Plan, history: Any) -> Any:
@@ -67,11 +75,22 @@ class Stages(Protocol):
         """What all sites behind the block give to the gradients of its sources: one pass over their cotangents."""
 
     def finish(
-        self, plan: Plan, history: Any, later: Any, site: int, mix: jax.Array, cotangent: jax.Array, outside: Any
-    ) -> tuple[Any, jax.Array]:
-        """The cotangent of site `site`'s mix enters the backward history; that, and the gradient of source `site`.
+        self,
+        plan: Plan,
+        history: Any,
+        later: Any,
+        site: int,
+        read: jax.Array,
+        kept: jax.Array | None,
+        cotangent: jax.Array,
+        outside: Any,
+        norm: jax.Array | None,
+    ) -> tuple[Any, jax.Array, jax.Array | None]:
+        """The cotangent of what was read at site `site` goes back through the norm into the backward history.
 
-        mix: what `merge` gave. outside: of `pull` for the site's block, or None in the last block.
+        read, kept: what `merge` gave. outside: of `pull` for the site's block, or None in the last block.
+
+        Returns: the backward history; the gradient of source `site`; the gradient [D] float32 of `norm`, None without.
         """
 
     def query_gradient(self, plan: Plan, history: Any, later: Any) -> jax.Array:
@@ -79,66 +98,91 @@ class Stages(Protocol):
 
 
 class _Kept(NamedTuple):
-    """What the forward pass keeps: one mix a site, one vjp a sublayer."""
+    """What the forward pass keeps: of a site what was read and what else `finish` needs, of a sublayer its vjp."""
 
     history: Any
-    mixes: list[jax.Array]
+    reads: list[jax.Array]
+    extras: list[jax.Array | None]
     vjps: list[Any]
+    norms: list[jax.Array] | None
 
 
 def run(
-    plan: Plan, stages: Stages, params: Sequence[Any], x: jax.Array, queries: jax.Array, low: jax.Array | None
+    plan: Plan,
+    stages: Stages,
+    params: Sequence[Any],
+    x: jax.Array,
+    queries: jax.Array,
+    low: jax.Array | None,
+    norms: jax.Array | None,
 ) -> jax.Array:
-    """The final site's mix [..., D]; differentiable in params, x and the effective queries [sites, D] float32.
+    """What is read at the final site [..., D]; differentiable in params, x, queries and norms.
 
-    low: what rounding queries * norm_scales to float32 lost, or None; a constant.
+    queries: effective, [sites, D] float32. low: what rounding queries * norm_scales to float32 lost, or None; a
+    constant. norms: scales [sites, D] float32 of the norms that the mixes go through, or None.
     """
 
     @jax.custom_vjp
-    def stack(params, x, queries, low):
-        return _forward(plan, stages, params, x, queries, low)[0]
+    def stack(params, x, queries, low, norms):
+        return forward(plan, stages, params, x, queries, low, norms)
 
     stack.defvjp(
-        lambda params, x, queries, low: _forward(plan, stages, params, x, queries, low),
-        lambda kept, d_out: (*_backward(plan, stages, kept, d_out), None),
+        lambda *inputs: _forward(plan, stages, *inputs),
+        lambda kept, d_out: _backward(plan, stages, kept, d_out),
     )
-    return stack(list(params), x, queries, low)
+    return stack(list(params), x, queries, low, norms)
 
 
-def _forward(plan: Plan, stages: Stages, params, x, queries, low) -> tuple[jax.Array, _Kept]:
-    mixes: list[jax.Array] = []
-    vjps = []
+def forward(plan: Plan, stages: Stages, params, x, queries, low, norms) -> jax.Array:
+    """As `run`, with nothing made for a backward pass, and each sublayer called as it is: it may have effects."""
+    return _forward(plan._replace(keep=False), stages, params, x, queries, low, norms)[0]
+
+
+def _forward(plan: Plan, stages: Stages, params, x, queries, low, norms) -> tuple[jax.Array, _Kept]:
     history, source = stages.start(plan, x, queries, low), x
+    kept = _Kept(None, [], [], [], None if norms is None else list(jax.lax.unstack(norms)))
     for block in plan.blocks():
         outside = stages.mix(plan, history, block) if block.start else None
         for site in block:
-            history, mix = stages.merge(plan, history, site, source, outside)
-            mixes.append(mix)
+            norm = None if kept.norms is None else kept.norms[site]
+            history, read, extra = stages.merge(plan, history, site, source, outside, norm)
+            kept.reads.append(read)
+            kept.extras.append(extra)
             if site == len(plan.sublayers):
                 break
             sublayer = plan.sublayers[site]
-            run_sublayer = sublayer if plan.remat == "none" else jax.checkpoint(sublayer)
-            source, vjp = jax.vjp(run_sublayer, params[site], mix)
+            if plan.keep:
+                run_sublayer = sublayer if plan.remat == "none" else jax.checkpoint(sublayer)
+                source, vjp = jax.vjp(run_sublayer, params[site], read)
+                kept.vjps.append(vjp)
+            else:
+                source = sublayer(params[site], read)
             check_output(site, source, x)
-            vjps.append(vjp)
-    assert len(mixes) == plan.num_sites
-    return mixes[-1], _Kept(history, mixes, vjps)
+    assert len(kept.reads) == plan.num_sites
+    return kept.reads[-1], kept._replace(history=history)
 
 
 def _backward(plan: Plan, stages: Stages, kept: _Kept, d_out: jax.Array):
     history, later = kept.history, stages.begin(plan, kept.history)
     d_params: list[Any] = [None] * len(plan.sublayers)
-    cotangent, d_source = d_out, d_out  # of the mix of the site at hand, of the source at hand
+    d_norms: list[Any] = [None] * plan.num_sites
+    cotangent, d_source = d_out, d_out  # of what was read at the site at hand, of the source at hand
     for block in reversed(plan.blocks()):
         outside = None
         if block.stop < plan.num_sites:
             later, outside = stages.pull(plan, history, later, block)
         for site in reversed(block):
             # Source `site` is read by the sites from its own on, and the cotangents of all of them are here now.
-            later, d_source = stages.finish(plan, history, later, site, kept.mixes[site], cotangent, outside)
+            read, extra = kept.reads[site], kept.extras[site]
+            norm = None if kept.norms is None else kept.norms[site]
+            later, d_source, d_norms[site] = stages.finish(
+                plan, history, later, site, read, extra, cotangent, outside, norm
+            )
             if site:
                 d_params[site - 1], cotangent = kept.vjps[site - 1](d_source)
-    return d_params, d_source, stages.query_gradient(plan, history, later)
+    # Site 0 reads one source, whose weight is 1 whatever the query.
+    d_queries = stages.query_gradient(plan, history, later).at[0].set(0.0)
+    return d_params, d_source, d_queries, None, None if kept.norms is None else jax.numpy.stack(d_norms)
 
 
 def check_output(site: int, output: jax.Array, x: jax.Array) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from mhar_kernels import schedule, stages_xla, traffic, varying
+from mhar_kernels import pre_norm, schedule, stages_xla, traffic, varying
 from mhar_kernels.api import depth_route
 from mhar_kernels.stages_sharded import ShardedStages, TokenShards
 from mhar_kernels.target import current_platform
@@ -31,17 +31,20 @@ def depth_stack(
     *,
     num_heads: int,
     eps: float = 1e-6,
+    pre_norms: jax.Array | None = None,
+    pre_norm_eps: float | None = None,
     block_size: int | None = None,
     remat: Literal["none", "sublayer"] = "none",
     implementation: str | None = None,
     interpret: bool = False,
     token_axes: Sequence[str] = (),
+    inference: bool = False,
 ) -> jax.Array:
     """Runs n sublayers with a routing site before each and one after the last.
 
     Source 0 is `x`; source i + 1 is `sublayers[i](params[i], mix_i)`; mix_i is `depth_route` over sources 0..i with
     `queries[i]`. The same values and gradients as n + 1 calls of `depth_route`, to rounding, and differentiable in x,
-    params, queries, norm_scales, and whatever the sublayers close over.
+    params, queries, norm_scales, pre_norms, and whatever the sublayers close over.
 
     The stack runs by blocks of sites (`schedule.py`), which moves far less than site by site. Site by site run:
     "reference"; "triton" with float32 storage or heads narrower than 16; and "pallas_tpu" where a block does not fit.
@@ -53,14 +56,20 @@ def depth_stack(
       queries, norm_scales: [n + 1, D]; norm_scales None means ones.
       num_heads: H, a divisor of D.
       eps: added to the mean square of the keys.
+      pre_norms: [n + 1, D]; sublayer i gets RMSNorm(mix_i) * pre_norms[i], and the result is the final mix's likewise.
+        A Pre-LN sublayer needs its norm nowhere else, and the kernel that finishes a mix norms it on the way out. None:
+        mixes are passed on as they are.
+      pre_norm_eps: added to the mean square of the mixes; None: eps.
       block_size: sites a depth block; has no effect on the result beyond rounding. None: chosen.
       remat: "none", or "sublayer": the insides of each sublayer are computed again in the backward pass, from its mix.
       implementation, interpret: as in `depth_route`.
       token_axes: axes of the mesh in scope that split x's first axis. The compiler cannot partition a kernel: given
         these, each device runs it on its own tokens, inside `jax.shard_map`. Needed for kernels on a mesh.
+      inference: nothing is made for a backward pass, and sublayers are called as they are, so that they may have
+        effects, such as keeping a cache. The result is then not differentiable through kernels.
 
     Returns:
-      The final site's mix [..., D].
+      The final site's mix [..., D], through its norm where there is one.
 
     Raises:
       ValueError: counts or shapes do not agree.
@@ -70,7 +79,7 @@ def depth_stack(
     n = len(sublayers)
     if len(params) != n:
         raise ValueError(f"params must hold one entry a sublayer, got {len(params)} for {n} sublayers")
-    for name, value in (("queries", queries), ("norm_scales", norm_scales)):
+    for name, value in (("queries", queries), ("norm_scales", norm_scales), ("pre_norms", pre_norms)):
         if value is not None and value.shape != (n + 1, x.shape[-1]):
             raise ValueError(
                 f"{name} must be [sublayers + 1, D] = {(n + 1, x.shape[-1])}: one row a site and one for the final "
@@ -81,6 +90,7 @@ def depth_stack(
     if remat not in ("none", "sublayer"):
         raise ValueError(f"remat must be 'none' or 'sublayer', got {remat!r}")
 
+    norm_eps = eps if pre_norm_eps is None else pre_norm_eps
     shards = TokenShards.of(token_axes, x)
 
     def site(i: int, sources: list[jax.Array]) -> jax.Array:
@@ -104,16 +114,19 @@ def depth_stack(
         jax.eval_shape(lambda x: site(0, [x]), x)  # checks every argument as depth_route does
         if shards is not None:
             stages = ShardedStages(stages, shards)
-        plan = schedule.Plan(tuple(sublayers), num_heads, float(eps), size, remat, interpret)
-        return _in_blocks(plan, stages, params, x, queries, norm_scales)
+        plan = schedule.Plan(tuple(sublayers), num_heads, float(eps), size, remat, interpret, float(norm_eps))
+        return _in_blocks(plan, stages, params, x, queries, norm_scales, pre_norms, inference)
+
+    def read(i: int, sources: list[jax.Array]) -> jax.Array:
+        return pre_norm.apply(site(i, sources), None if pre_norms is None else pre_norms[i], norm_eps)
 
     sources = [x]
     for i, (sublayer, p) in enumerate(zip(sublayers, params, strict=True)):
-        run = jax.checkpoint(sublayer) if remat == "sublayer" else sublayer
-        out = run(p, site(i, sources))
+        run = jax.checkpoint(sublayer) if remat == "sublayer" and not inference else sublayer
+        out = run(p, read(i, sources))
         schedule.check_output(i, out, x)
         sources.append(out)
-    return site(n, sources)
+    return read(n, sources)
 
 
 def _stages(
@@ -142,7 +155,9 @@ def _stages(
     return None, size
 
 
-def _in_blocks(plan: schedule.Plan, stages: schedule.Stages, params, x, queries, norm_scales) -> jax.Array:
+def _in_blocks(
+    plan: schedule.Plan, stages: schedule.Stages, params, x, queries, norm_scales, pre_norms, inference: bool
+) -> jax.Array:
     wide = queries.astype(jnp.float32)
     low = None
     if norm_scales is not None:
@@ -152,7 +167,11 @@ def _in_blocks(plan: schedule.Plan, stages: schedule.Stages, params, x, queries,
         wide = wide * scales
 
     # Inside a caller's own shard_map, a query that all devices share gets the sum of their gradients.
-    x, wide, low = varying.over(varying.axes((x, wide, low)), (x, wide, low))
+    norms = None if pre_norms is None else pre_norms.astype(jnp.float32)
+    arrays = (x, wide, low, norms)
+    x, wide, low, norms = varying.over(varying.axes(arrays), arrays)
+    if inference:
+        return schedule.forward(plan, stages, params, x, wide, low, norms)
 
     # What a sublayer closes over becomes an argument: a custom_vjp must not close over what is differentiated.
     functions, inputs = [], []
@@ -160,4 +179,4 @@ def _in_blocks(plan: schedule.Plan, stages: schedule.Stages, params, x, queries,
         function, closed = jax.closure_convert(sublayer, p, x)
         functions.append(lambda arguments, h, f=function: f(arguments[0], h, *arguments[1]))
         inputs.append((p, closed))
-    return schedule.run(plan._replace(sublayers=tuple(functions)), stages, inputs, x, wide, low)
+    return schedule.run(plan._replace(sublayers=tuple(functions)), stages, inputs, x, wide, low, norms)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mhar_kernels import pre_norm
 from mhar_kernels.pallas_stage_backward import Cotangents, Pulled, finish_call, pull_call, sites_at_once
 from mhar_kernels.pallas_stage_forward import Buffers, Partial, merge_call, mix_call, sources_at_once
 from mhar_kernels.pallas_stage_layout import LANES, MIB, VMEM_BUDGET, Geometry
@@ -79,13 +80,14 @@ def mix(plan: Plan, history: History, block: range) -> Partial:
 
 
 def merge(
-    plan: Plan, history: History, site: int, source: jax.Array, outside: Partial | None
-) -> tuple[History, jax.Array]:
+    plan: Plan, history: History, site: int, source: jax.Array, outside: Partial | None, norm: jax.Array | None
+) -> tuple[History, jax.Array, jax.Array]:
     """See `schedule.Stages`."""
     g = _geometry(plan, source)
     position = site - plan.block_of(site).start
     buffers, out = _merge(g, position, history.buffers, history.queries, site, _flat(g, source), outside)
-    return history._replace(buffers=buffers), _like(out, source)
+    mixed = _like(out, source)
+    return history._replace(buffers=buffers), pre_norm.apply(mixed, norm, plan.norm_eps), mixed
 
 
 def begin(plan: Plan, history: History) -> Later:
@@ -106,12 +108,16 @@ def finish(
     history: History,
     later: Later,
     site: int,
-    mix: jax.Array,
+    read: jax.Array,
+    kept: jax.Array | None,
     cotangent: jax.Array,
     outside: Pulled | None,
-) -> tuple[Later, jax.Array]:
+    norm: jax.Array | None,
+) -> tuple[Later, jax.Array, jax.Array | None]:
     """See `schedule.Stages`."""
-    g, block = _geometry(plan, mix), plan.block_of(site)
+    assert kept is not None  # the mix
+    cotangent, d_norm = pre_norm.pull(kept, norm, plan.norm_eps, cotangent)
+    g, block = _geometry(plan, kept), plan.block_of(site)
     cotangents, d_source, d_query = _finish(
         g,
         site - block.start,
@@ -120,11 +126,11 @@ def finish(
         later.cotangents,
         history.queries,
         site,
-        _flat(g, mix),
+        _flat(g, kept),
         _flat(g, cotangent),
         outside,
     )
-    return Later(cotangents, (*later.d_queries, d_query)), _like(d_source, cotangent)
+    return Later(cotangents, (*later.d_queries, d_query)), _like(d_source, cotangent), d_norm
 
 
 def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -68,14 +69,20 @@ class ShardedStages:
         """See `schedule.Stages`."""
         return self._each(lambda history: _stack(self.stages.mix(plan, _own(history), block)))(history)
 
-    def merge(self, plan: Plan, history: Any, site: int, source: jax.Array, outside: Any) -> tuple[Any, jax.Array]:
+    def merge(
+        self, plan: Plan, history: Any, site: int, source: jax.Array, outside: Any, norm: jax.Array | None
+    ) -> tuple[Any, jax.Array, jax.Array | None]:
         """See `schedule.Stages`."""
 
-        def run(history: Any, source: jax.Array, outside: Any) -> tuple[Any, jax.Array]:
-            history, mixed = self.stages.merge(plan, _own(history), site, source, _own(outside))
-            return _stack(history), mixed
+        def run(history: Any, source: jax.Array, outside: Any, norm: jax.Array | None) -> tuple[Any, ...]:
+            history, *reads = self.stages.merge(plan, _own(history), site, source, _own(outside), norm)
+            return _stack(history), *reads
 
-        return self._each(run)(history, source, outside)
+        spec = self.shards.spec
+        result: tuple[Any, jax.Array, jax.Array | None] = self.shards.map(run, (spec, spec, spec, P()), spec)(
+            history, source, outside, norm
+        )
+        return result
 
     def begin(self, plan: Plan, history: Any) -> Any:
         """See `schedule.Stages`."""
@@ -87,16 +94,29 @@ class ShardedStages:
         return self._each(run)(history, later)
 
     def finish(
-        self, plan: Plan, history: Any, later: Any, site: int, mix: jax.Array, cotangent: jax.Array, outside: Any
-    ) -> tuple[Any, jax.Array]:
+        self,
+        plan: Plan,
+        history: Any,
+        later: Any,
+        site: int,
+        read: jax.Array,
+        kept: jax.Array | None,
+        cotangent: jax.Array,
+        outside: Any,
+        norm: jax.Array | None,
+    ) -> tuple[Any, jax.Array, jax.Array | None]:
         """See `schedule.Stages`."""
 
-        def run(history: Any, later: Any, mix: jax.Array, cotangent: jax.Array, outside: Any) -> tuple[Any, jax.Array]:
-            arguments = (plan, _own(history), _own(later), site, mix, cotangent, _own(outside))
-            later, d_source = self.stages.finish(*arguments)
-            return _stack(later), d_source
+        def run(arrays: Any, norm: jax.Array | None) -> tuple[Any, ...]:
+            history, later, read, kept, cotangent, outside = arrays
+            later, d_source, d_norm = self.stages.finish(
+                plan, _own(history), _own(later), site, read, kept, cotangent, _own(outside), norm
+            )
+            return _stack(later), d_source, _stack(d_norm)
 
-        return self._each(run)(history, later, mix, cotangent, outside)
+        arrays = (history, later, read, kept, cotangent, outside)
+        later, d_source, d_norm = self.shards.map(run, (self.shards.spec, P()), self.shards.spec)(arrays, norm)
+        return later, d_source, None if d_norm is None else jnp.sum(d_norm, axis=0)
 
     def query_gradient(self, plan: Plan, history: Any, later: Any) -> jax.Array:
         """See `schedule.Stages`."""

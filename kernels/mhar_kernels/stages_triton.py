@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from triton.runtime.jit import JITFunction
 
-from mhar_kernels import traffic, triton_launch, triton_stage_heads, triton_stage_rows
+from mhar_kernels import pre_norm, traffic, triton_launch, triton_stage_heads, triton_stage_rows
 from mhar_kernels.schedule import Plan
 
 # Time a row of each stage, in units of a row at copy bandwidth, as measured on an H200 (README.md). From these
@@ -35,7 +35,8 @@ class History(NamedTuple):
     inverse_rms: jax.Array | None  # float32 [T, NP]
     lse: jax.Array | None  # float32 [T, H, NP]
     logits: jax.Array | None  # float32 [T, N, S, H]: site, source counted from the start of the site's block
-    rests: tuple[jax.Array, ...]  # int8 [T, D] a site: what rounding took from its mix; Δ needs it
+    rests: tuple[jax.Array, ...]  # int8 [T, D] a site: what rounding took from what is read there; Δ needs it
+    mix_rms: tuple[jax.Array, ...]  # float32 [T] a site: inverse RMS of its mix, where the kernel applies the norm
 
 
 class Later(NamedTuple):
@@ -58,37 +59,57 @@ def start(plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -
     """See `schedule.Stages`."""
     del low  # only float32 storage has it
     high = queries.astype(x.dtype)
-    return History(queries, high, (queries - high.astype(jnp.float32)).astype(x.dtype), None, None, None, None, ())
+    return History(queries, high, (queries - high.astype(jnp.float32)).astype(x.dtype), None, None, None, None, (), ())
 
 
-def merge(plan: Plan, history: History, site: int, source: jax.Array, outside) -> tuple[History, jax.Array]:
+def merge(
+    plan: Plan, history: History, site: int, source: jax.Array, outside, norm: jax.Array | None
+) -> tuple[History, jax.Array, jax.Array | None]:
     """See `schedule.Stages`."""
     shape = _Shape.of(plan, source)
+    fused = norm is not None and _fuses_norm(source.dtype)
     partial, partial_lse = outside if outside is not None else (_unused(shape.dtype), _unused(jnp.float32))
     old = history[3:7]
-    *buffers, mix, rest = _call(
+    *buffers, read, rest, mix_rms = _call(
         shape,
         triton_stage_rows.merge_kernel,
         [
             source.reshape(shape.tokens, shape.dim),
             history.queries,
+            _safe(norm if fused else None),
             partial,
             partial_lse,
-            *(_unused(o.dtype) if a is None else a for a, o in zip(old, shape.history(), strict=True)),
+            *(_unused(o.dtype) if a is None else a for a, o in zip(old, shape.history(plan.keep), strict=True)),
             shape.tokens,
             site,
             plan.block_of(site).start,
         ],
-        [*shape.history(), shape.row(), shape.row(jnp.int8)],
-        {**shape.rows(), "EPS": plan.eps, "OUTSIDE": outside is not None, "STAGES": _STAGES["merge"]},
+        [
+            *shape.history(plan.keep),
+            shape.row(),
+            shape.row(jnp.int8) if plan.keep else _none(jnp.int8),
+            jax.ShapeDtypeStruct((shape.tokens,), jnp.float32) if plan.keep and fused else _none(jnp.float32),
+        ],
+        {
+            **shape.rows(),
+            "EPS": plan.eps,
+            "NORM_EPS": plan.norm_eps,
+            "NORM": fused,
+            "KEEP": plan.keep,
+            "OUTSIDE": outside is not None,
+            "STAGES": _STAGES["merge"],
+        },
         (shape.tokens,),
         warps=shape.row_warps,
-        aliases={} if site == 0 else {4 + i: i for i in range(4)},
+        aliases={} if site == 0 else {5 + i: i for i in range(4)},
     )
     sources, inverse_rms, lse, logits = buffers
     new = {"sources": sources, "inverse_rms": inverse_rms, "lse": lse, "logits": logits}
-    history = history._replace(**new, rests=(*history.rests, rest))
-    return history, mix.reshape(source.shape)
+    history = history._replace(**new, rests=(*history.rests, rest), mix_rms=(*history.mix_rms, mix_rms))
+    read = read.reshape(source.shape)
+    if fused or norm is None:
+        return history, read, None
+    return history, pre_norm.apply(read, norm, plan.norm_eps), read
 
 
 def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Array]:
@@ -102,7 +123,7 @@ def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Arra
         [history.sources, history.inverse_rms, history.high, history.low, shape.tokens, block.start, len(block)],
         shape.partial(),
         {**shape.heads(), "SB": together, "STAGES": _STAGES["mix"]},
-        (-(-shape.tokens // (16 // together)), shape.num_heads, -(-len(block) // together)),
+        (-(-shape.tokens // (16 // together)) * shape.num_heads, -(-len(block) // together)),
         warps=shape.head_warps,
     )
     return results[0], results[1]
@@ -137,7 +158,7 @@ def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Late
         inputs,
         [shape.later()[2], *shape.partial()],
         {**shape.heads(), "N": shape.depth, "SB": together, "STAGES": _STAGES["pull"]},
-        (-(-shape.tokens // (16 // together)), shape.num_heads, -(-len(block) // together)),
+        (-(-shape.tokens // (16 // together)) * shape.num_heads, -(-len(block) // together)),
         warps=shape.head_warps,
         aliases={7: 0},
     )
@@ -145,10 +166,26 @@ def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Late
 
 
 def finish(
-    plan: Plan, history: History, later: Later, site: int, mix: jax.Array, cotangent: jax.Array, outside
-) -> tuple[Later, jax.Array]:
+    plan: Plan,
+    history: History,
+    later: Later,
+    site: int,
+    read: jax.Array,
+    kept: jax.Array | None,
+    cotangent: jax.Array,
+    outside,
+    norm: jax.Array | None,
+) -> tuple[Later, jax.Array, jax.Array | None]:
     """See `schedule.Stages`."""
-    shape, block = _Shape.of(plan, mix), plan.block_of(site)
+    shape, block = _Shape.of(plan, read), plan.block_of(site)
+    fused = norm is not None and kept is None
+    d_norm = None
+    if fused:
+        products = cotangent.astype(jnp.float32) * read.astype(jnp.float32)
+        d_norm = jnp.sum(products, axis=tuple(range(read.ndim - 1))) / _safe(norm)
+    elif kept is not None:
+        read = kept
+        cotangent, d_norm = pre_norm.pull(kept, norm, plan.norm_eps, cotangent)
     partial, shared = outside if outside is not None else (_unused(shape.dtype), _unused(jnp.float32))
     first = site == plan.num_sites - 1
     *buffers, d_source = _call(
@@ -156,8 +193,10 @@ def finish(
         triton_stage_rows.finish_kernel,
         [
             cotangent.reshape(shape.tokens, shape.dim),
-            mix.reshape(shape.tokens, shape.dim),
+            read.reshape(shape.tokens, shape.dim),
             history.rests[site],
+            history.mix_rms[site],
+            _safe(norm if fused else None),
             history.high,
             history.sources,
             history.inverse_rms,
@@ -172,12 +211,12 @@ def finish(
             block.stop,
         ],
         [*shape.later(), shape.row()],
-        {**shape.rows(), "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
+        {**shape.rows(), "NORM": fused, "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
         (shape.tokens,),
         warps=shape.row_warps,
-        aliases={} if first else {10 + i: i for i in range(3)},
+        aliases={} if first else {12 + i: i for i in range(3)},
     )
-    return Later(*buffers), d_source.reshape(mix.shape)
+    return Later(*buffers), d_source.reshape(read.shape), d_norm
 
 
 def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
@@ -268,12 +307,12 @@ class _Shape(NamedTuple):
     def row(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.tokens, self.dim), dtype or self.dtype)
 
-    def history(self) -> list[jax.ShapeDtypeStruct]:
-        """Of sources, inverse_rms, lse and logits."""
+    def history(self, keep: bool) -> list[jax.ShapeDtypeStruct]:
+        """Of sources, inverse_rms, lse and logits; the last two are for a backward pass."""
         t, n, h = self.tokens, self.depth, self.num_heads
-        shapes = (t, self.padded), (t, h, self.padded), (t, n, self.block, h)
-        sources = jax.ShapeDtypeStruct((n, t, self.dim), self.dtype)
-        return [sources, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)]
+        first = jax.ShapeDtypeStruct((n, t, self.dim), self.dtype), jax.ShapeDtypeStruct((t, self.padded), jnp.float32)
+        shapes = ((t, h, self.padded), (t, n, self.block, h)) if keep else ((1,), (1,))
+        return [*first, *(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)]
 
     def later(self) -> list[jax.ShapeDtypeStruct]:
         """Of cotangents, deltas and keys."""
@@ -336,12 +375,29 @@ def _call(
     return run(*(x for x in inputs if not isinstance(x, int)))
 
 
+def _fuses_norm(dtype) -> bool:
+    """Whether what is read can stand for the mix: divided by a scale as small as may be, as bfloat16's range allows."""
+    return dtype == jnp.bfloat16
+
+
+def _safe(scale: jax.Array | None) -> jax.Array:
+    """The norm's scale with no entry so small that what it scaled could not be found again; nothing in any sum."""
+    if scale is None:
+        return _unused(jnp.float32)
+    return jnp.where(jnp.abs(scale) < 1e-20, 1e-20, scale)
+
+
 def _halves(k: int) -> tuple[int, int]:
     """Two powers of two, at least 16, that cover k; the second is 0 where one does."""
     if k <= 16 or k & (k - 1) == 0:
         return max(16, k), 0
     first = max(16, 1 << (k.bit_length() - 1))
     return first, max(16, _power_of_two(k - first))
+
+
+def _none(dtype) -> jax.ShapeDtypeStruct:
+    """Of a result that a kernel does not write."""
+    return jax.ShapeDtypeStruct((1,), dtype)
 
 
 def _unused(dtype) -> jax.Array:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhar_kernels import twofloat
+from mhar_kernels import pre_norm, twofloat
 from mhar_kernels.schedule import Plan
 
 
@@ -89,8 +89,8 @@ def mix(plan: Plan, history: History, block: range) -> Partial:
 
 
 def merge(
-    plan: Plan, history: History, site: int, source: jax.Array, outside: Partial | None
-) -> tuple[History, jax.Array]:
+    plan: Plan, history: History, site: int, source: jax.Array, outside: Partial | None, norm: jax.Array | None
+) -> tuple[History, jax.Array, jax.Array]:
     """See `schedule.Stages`. A new source's logits at every site that will read it are made while it is at hand."""
     block = plan.block_of(site)
     low = None if history.low is None else history.low[site:]
@@ -108,7 +108,8 @@ def merge(
     exact = _scale(partial.mix, 1 / partial.statistics.total)[0] if site else source.astype(jnp.float32)
     mixed = exact.astype(source.dtype)
     rest = (exact - mixed.astype(jnp.float32)).astype(source.dtype)
-    return history._replace(statistics=statistics, rests=(*history.rests, rest)), mixed
+    history = history._replace(statistics=statistics, rests=(*history.rests, rest))
+    return history, pre_norm.apply(mixed, norm, plan.norm_eps), mixed
 
 
 def begin(plan: Plan, history: History) -> Later:
@@ -126,21 +127,25 @@ def finish(
     history: History,
     later: Later,
     site: int,
-    mix: jax.Array,
+    read: jax.Array,
+    kept: jax.Array | None,
     cotangent: jax.Array,
     outside: Pulled | None,
-) -> tuple[Later, jax.Array]:
+    norm: jax.Array | None,
+) -> tuple[Later, jax.Array, jax.Array | None]:
     """See `schedule.Stages`."""
+    assert kept is not None  # the mix
+    cotangent, d_norm = pre_norm.pull(kept, norm, plan.norm_eps, cotangent)
     block, one = plan.block_of(site), slice(site, site + 1)
     # Δ[h] = <dO[h], O[h]>: with it the softmax needs no pass of its own over the sources.
-    exact = mix.astype(jnp.float32) + history.rests[site].astype(jnp.float32)
+    exact = kept.astype(jnp.float32) + history.rests[site].astype(jnp.float32)
     products = cotangent.astype(jnp.float32) * exact
     later = later._replace(
         cotangents=later.cotangents.at[site].set(cotangent),
         deltas=later.deltas.at[site].set(jnp.sum(_heads(products, plan.num_heads), axis=-1)),
     )
     later, pulled = _pull(history, later, one, slice(site, block.stop), _row(outside, site, block))
-    return later, source_gradients(history.sources[one], history.inverse_rms[one], pulled)[0]
+    return later, source_gradients(history.sources[one], history.inverse_rms[one], pulled)[0], d_norm
 
 
 def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:

@@ -102,7 +102,8 @@ def stage_resources(
     plan = schedule.Plan((lambda p, h: h,) * (sites - 1), heads, 1e-6, block_size, "none")
 
     def run(x, queries):
-        out, vjp = jax.vjp(lambda x, q: schedule.run(plan, stages_triton, [None] * (sites - 1), x, q, None), x, queries)
+        stack = lambda x, q, norms: schedule.run(plan, stages_triton, [None] * (sites - 1), x, q, None, norms)
+        out, vjp = jax.vjp(stack, x, queries, queries)
         return vjp(out)
 
     with mock.patch.object(triton_launch, "run", compile_only):

@@ -110,11 +110,11 @@ def mix_kernel(
     The 16 rows of a product are SB sites of 16 / SB tokens.
     """
     TOKENS: tl.constexpr = 16 // SB
-    h = tl.program_id(1)
+    h = tl.program_id(0) % H  # all heads of a token together: a row of memory is read once
     stride = tokens.to(tl.int64) * D
-    s, j = tl.program_id(2) * SB + tl.arange(0, 16) % SB, tl.arange(0, 16)
+    s, j = tl.program_id(1) * SB + tl.arange(0, 16) % SB, tl.arange(0, 16)
     which = tl.arange(0, 16) // SB
-    first = tl.program_id(0) * TOKENS
+    first = tl.program_id(0) // H * TOKENS
     t = (first + which).to(tl.int64)
     here = (s < sites) & (t < tokens)
     query = (start + s)[:, None] * D + h * K
@@ -192,11 +192,11 @@ def pull_kernel(
     The 16 rows of a product are SB sources of 16 / SB tokens, which share the queries.
     """
     TOKENS: tl.constexpr = 16 // SB
-    h = tl.program_id(1)
+    h = tl.program_id(0) % H  # all heads of a token together: a row of memory is read once
     stride = tokens.to(tl.int64) * D
-    s, j = tl.program_id(2) * SB + tl.arange(0, 16) % SB, tl.arange(0, 16)
+    s, j = tl.program_id(1) * SB + tl.arange(0, 16) % SB, tl.arange(0, 16)
     which = tl.arange(0, 16) // SB
-    first = tl.program_id(0) * TOKENS
+    first = tl.program_id(0) // H * TOKENS
     t = (first + which).to(tl.int64)
     here = (s < count) & (t < tokens)
     n = start + s

@@ -39,6 +39,7 @@ def _wide(row, C: tl.constexpr):
 def merge_kernel(
     source,  # [T, D]: the source of this site
     queries,  # float32 [N, D]: effective
+    scale,  # float32 [D]: of the norm that the mix goes through, or unused
     outside,  # [S, T, D]: `mix` of the block, or unused
     outside_lse,  # float32 [S, T, H]
     unused_sources,
@@ -52,8 +53,9 @@ def merge_kernel(
     inverse_rms,  # float32 [T, NP], in place
     lse,  # float32 [T, H, NP], in place
     logits,  # float32 [T, N, S, H], in place: of each site, inside its block
-    mix,  # [T, D]
-    rest,  # int8 [T, D]: what rounding took from the mix, in 2**-8 of its spacing
+    read,  # [T, D]: the mix, through its norm
+    rest,  # int8 [T, D]: what rounding took from that, in 2**-8 of its spacing
+    mix_rms,  # float32 [T]: inverse RMS of the mix
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -65,12 +67,16 @@ def merge_kernel(
     S: tl.constexpr,
     MANTISSA: tl.constexpr,
     EPS: tl.constexpr,
+    NORM_EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    KEEP: tl.constexpr,
     OUTSIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One token a program: the newest source enters the history, and the site's mix is finished.
 
-    Everything that lies outside the loop is asked for before it and used after it, so that it arrives meanwhile.
+    Everything that lies outside the loop is asked for before it and used after it, so that it arrives meanwhile. KEEP:
+    what only a backward pass needs is written too.
     """
     t = tl.program_id(0).to(tl.int64)
     stride = tokens.to(tl.int64) * D
@@ -91,7 +97,8 @@ def merge_kernel(
     for n in tl.range(start, site, num_stages=STAGES):
         row = _load_row(sources + n * stride + t * D, H, K, HB, L, C)
         logit = _dot_rows(row, q, HB, L, C) * tl.load(inverse_rms + t * NP + n)
-        tl.store(own + (n - start) * H, logit, mask=heads < H)
+        if KEEP:
+            tl.store(own + (n - start) * H, logit, mask=heads < H)
         top = tl.maximum(m, logit)
         keep = tl.exp(m - top)
         p = tl.exp(logit - top)
@@ -107,7 +114,8 @@ def merge_kernel(
     r = tl.rsqrt(tl.sum(squares, axis=0, keep_dims=True) / D + EPS)
     tl.store(inverse_rms + t * NP + site + tl.zeros((1, 1, 1), tl.int32), r)
     logit = _dot_rows(newest, q, HB, L, C) * r
-    tl.store(own + (site - start) * H, logit, mask=heads < H)
+    if KEEP:
+        tl.store(own + (site - start) * H, logit, mask=heads < H)
     top = tl.maximum(m, logit)
     if OUTSIDE:
         top = tl.maximum(top, before)
@@ -126,25 +134,40 @@ def merge_kernel(
             more = more + (acc[c] + part[c].to(tl.float32) * p,)
         acc = more
     m = top
+    exact = ()
+    for c in tl.static_range(C):
+        exact = exact + (acc[c] / z,)
+    if NORM:
+        w = _load_row(scale, H, K, HB, L, C)
+        squares = _dot_rows(exact, exact, HB, L, C)
+        r = tl.rsqrt(tl.sum(squares, axis=0, keep_dims=True) / D + NORM_EPS)
+        if KEEP:
+            tl.store(mix_rms + t + tl.zeros((1, 1, 1), tl.int32), r)
+        more = ()
+        for c in tl.static_range(C):
+            more = more + (exact[c] * r * w[c],)
+        exact = more
     out = ()
     lost = ()
     for c in tl.static_range(C):
-        exact = acc[c] / z
-        rounded = exact.to(mix.dtype.element_ty)
+        rounded = exact[c].to(read.dtype.element_ty)
         near = rounded.to(tl.float32)
-        units = (exact - near) / (_rest_unit(near, MANTISSA) * 2.0**8)
+        units = (exact[c] - near) / (_rest_unit(near, MANTISSA) * 2.0**8)
         out = out + (rounded,)
         lost = lost + (tl.minimum(tl.maximum(units, -127.0), 127.0).to(tl.int32),)
-    _store_row(mix + t * D, out, H, K, HB, L, C)
-    _store_row(rest + t * D, lost, H, K, HB, L, C)
-    tl.store(lse + (t * H + heads) * NP + site, m + tl.log(z), mask=heads < H)
+    _store_row(read + t * D, out, H, K, HB, L, C)
+    if KEEP:
+        _store_row(rest + t * D, lost, H, K, HB, L, C)
+        tl.store(lse + (t * H + heads) * NP + site, m + tl.log(z), mask=heads < H)
 
 
 @triton.jit
 def finish_kernel(
-    cotangent,  # [T, D]: of this site's mix
-    mix,  # [T, D]
+    cotangent,  # [T, D]: of what is read at this site
+    read,  # [T, D]: that
     rest,  # int8 [T, D]
+    mix_rms,  # float32 [T], or unused
+    scale,  # float32 [D]: of the norm, or unused
     queries,  # [N, D] in the storage dtype: effective
     sources,  # [N, T, D]
     inverse_rms,  # float32 [T, NP]
@@ -159,7 +182,7 @@ def finish_kernel(
     site,
     start,
     stop,  # of the block
-    cotangents,  # [N, T, D], in place
+    cotangents,  # [N, T, D], in place: of mixes
     deltas,  # float32 [T, H, NP], in place
     keys,  # [T, H, N, NP], in place: dl r of each source and site
     d_source,  # [T, D]
@@ -173,6 +196,7 @@ def finish_kernel(
     NP: tl.constexpr,
     S: tl.constexpr,
     MANTISSA: tl.constexpr,
+    NORM: tl.constexpr,
     OUTSIDE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -186,7 +210,7 @@ def finish_kernel(
     key_row = keys + ((t * H + heads) * N + site) * NP
     v = _load_row(sources + site * stride + t * D, H, K, HB, L, C)
     d_out = _load_row(cotangent + t * D, H, K, HB, L, C)
-    near = _load_row(mix + t * D, H, K, HB, L, C)
+    near = _load_row(read + t * D, H, K, HB, L, C)
     lost = _load_row(rest + t * D, H, K, HB, L, C)
     q = _load_row(queries + site * D, H, K, HB, L, C)
     r = tl.load(inverse_rms + t * NP + site)
@@ -202,10 +226,23 @@ def finish_kernel(
         for c in tl.static_range(C):
             acc = acc + (tl.zeros((HB, 1, L), tl.float32),)
         shared = tl.zeros((HB, 1, 1), tl.float32)
-    _store_row(cotangents + site * stride + t * D, d_out, H, K, HB, L, C)
     exact = ()
     for c in tl.static_range(C):
         exact = exact + (near[c] + lost[c] * (_rest_unit(near[c], MANTISSA) * 2.0**8),)
+    if NORM:  # back through it; what was read, over scale and inverse RMS, is the mix
+        w = _load_row(scale, H, K, HB, L, C)
+        inverse = tl.load(mix_rms + t)
+        along = tl.sum(_dot_rows(d_out, exact, HB, L, C), axis=0, keep_dims=True) / D
+        back = ()
+        more = ()
+        for c in tl.static_range(C):
+            unit = exact[c] / tl.where(w[c] == 0, 1.0, w[c])  # no scale is 0 but of features that do not exist
+            d_mix = inverse * (d_out[c] * w[c] - along * unit)
+            back = back + (d_mix.to(cotangents.dtype.element_ty).to(tl.float32),)  # Δ is of what the other sites see
+            more = more + (unit / inverse,)
+        d_out = back
+        exact = more
+    _store_row(cotangents + site * stride + t * D, d_out, H, K, HB, L, C)
     delta = _dot_rows(d_out, exact, HB, L, C)
     tl.store(deltas + at + site, delta, mask=exists)
     p = tl.exp(own_logit - own_lse)

@@ -227,10 +227,7 @@ class Decoder(nnx.Module):
         with self._precision():
             # Rows are gathered before they are rounded: casting the whole table first would cost more.
             x = constrain(self.embedding[...][tokens].astype(config.compute_dtype), "batch", None, None)
-            x = self._sublayers(x, context, record, isolate, attend)
-            if isolate:
-                x = jax.lax.optimization_barrier(x)
-            return rms_norm(x, self.final_norm[...], config.norm_eps).astype(config.compute_dtype)
+            return self._sublayers(x, context, record, isolate, attend)
 
     def _sublayers(
         self,
@@ -240,7 +237,7 @@ class Decoder(nnx.Module):
         isolate: bool,
         attend: CachedAttention | None,
     ) -> jax.Array:
-        """From the embedding to the final norm's input."""
+        """From the embedding to the final norm's output."""
         config = self.config
         params = [p.arrays() for layer in self.layers for p in (layer.attention, layer.mlp)]
 
@@ -253,17 +250,28 @@ class Decoder(nnx.Module):
         if attend is not None:  # its sublayers have an effect, the cache, so nothing may trace them apart
             cached = [functools.partial(attend.sublayer, i, context=context) for i in range(config.num_layers)]
             pairs = [f for one in cached for f in (one, mlp)]
-            return self._site_by_site(pairs, params, x, record, remat="none")
+            if config.variant in STACKED_VARIANTS:
+                return self._stack(pairs, params, x, inference=True)
+            return self._normed(self._site_by_site(pairs, params, x, record, remat="none"))
         kinds = [_isolated(f) for f in (attention, mlp)] if isolate else [attention, mlp]
         sublayers = [remat_sublayer(config.remat, f) for _ in self.layers for f in kinds]
         assert len(sublayers) == len(params) == num_sublayers(config)
         by_site = record is not None or config.remat == "layer"
         if config.variant in STACKED_VARIANTS and not by_site:
             return self._stack(sublayers, params, x)
-        return self._site_by_site(sublayers, params, x, record, config.remat)
+        x = self._site_by_site(sublayers, params, x, record, config.remat)
+        return self._normed(jax.lax.optimization_barrier(x) if isolate else x)
 
-    def _stack(self, sublayers: list[Callable], params: list[Any], x: jax.Array) -> jax.Array:
+    def _normed(self, x: jax.Array) -> jax.Array:
+        """The final norm."""
+        return rms_norm(x, self.final_norm[...], self.config.norm_eps).astype(self.config.compute_dtype)
+
+    def _stack(
+        self, sublayers: list[Callable], params: list[Any], x: jax.Array, *, inference: bool = False
+    ) -> jax.Array:
         config, routing = self.config, self.routing.arrays()
+        norms = [*(p["norm"] for p in params), self.final_norm[...]]
+        params = [{name: value for name, value in p.items() if name != "norm"} for p in params]
         assert routing["query"].shape[0] == len(sublayers) + 1 == num_sites(config)
         return depth_stack(
             sublayers,
@@ -273,8 +281,10 @@ class Decoder(nnx.Module):
             routing["norm_scale"],
             num_heads=config.heads_of_depth,
             eps=config.norm_eps,
+            pre_norms=jnp.stack(norms),
             implementation=config.routing_implementation,
             token_axes=BATCH_AXES if kernels_need_shards(config.routing_implementation) else (),
+            inference=inference,
         )
 
     def _site_by_site(

@@ -74,6 +74,11 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return wide * inverse * scale.astype(jnp.float32)
 
 
+def read_through_norm(p: Arrays, h: jax.Array, config: ModelConfig) -> jax.Array:
+    """h through a sublayer's pre-norm, in h's dtype; as it is where p has none: `depth_stack` has applied it."""
+    return rms_norm(h, p["norm"], config.norm_eps).astype(h.dtype) if "norm" in p else h
+
+
 def attention_sublayer(p: Arrays, h: jax.Array, context: TokenContext, config: ModelConfig) -> jax.Array:
     """h [B, T, D], or [B, T, KV, D] with one state for each KV group, to [B, T, D], in h's dtype."""
     q, k, v = queries_keys_values(p, h, context, config)
@@ -88,7 +93,7 @@ def queries_keys_values(
     p: Arrays, h: jax.Array, context: TokenContext, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normed, projected and rotated: q [B, T, heads, head_dim], k and v [B, T, KV, head_dim], in h's dtype."""
-    x = rms_norm(h, p["norm"], config.norm_eps).astype(h.dtype)
+    x = read_through_norm(p, h, config)
 
     def project(name: str) -> jax.Array:
         kernel = p[name].astype(x.dtype)
@@ -109,7 +114,7 @@ def queries_keys_values(
 
 def mlp_sublayer(p: Arrays, h: jax.Array, config: ModelConfig) -> jax.Array:
     """h [B, T, D] to [B, T, D], in h's dtype."""
-    x = rms_norm(h, p["norm"], config.norm_eps).astype(h.dtype)
+    x = read_through_norm(p, h, config)
     hidden = jax.nn.silu(x @ p["w_gate"].astype(x.dtype)) * (x @ p["w_up"].astype(x.dtype))
     hidden = constrain(hidden, "batch", None, "hidden")
     return constrain(hidden @ p["w_down"].astype(x.dtype), "batch", None, None)

@@ -78,7 +78,9 @@ def test_which_kernels_a_stack_launches(remat, monkeypatch):
     plan = schedule.Plan((tanh_layer,) * 4, 2, 1e-6, 2, remat, interpret=True)
 
     def grads(x, mats, queries):
-        out, vjp = jax.vjp(lambda *a: schedule.run(plan, stages_triton, list(a[1]), a[0], a[2], None), x, mats, queries)
+        out, vjp = jax.vjp(
+            lambda *a: schedule.run(plan, stages_triton, list(a[1]), a[0], a[2], None, None), x, mats, queries
+        )
         return vjp(out)
 
     launched = []
