@@ -158,7 +158,7 @@ def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Late
         inputs,
         [shape.later()[2], *shape.partial()],
         {**shape.heads(), "N": shape.depth, "SB": together, "STAGES": _STAGES["pull"]},
-        (-(-shape.tokens // (16 // together)) * shape.num_heads, -(-len(block) // together)),
+        (-(-shape.tokens // (16 // together)), shape.num_heads, -(-len(block) // together)),
         warps=shape.head_warps,
         aliases={7: 0},
     )

@@ -116,9 +116,11 @@ def stage_resources(
 def _compile(function, types, constants, warps: int, stages: int, capability: int) -> tuple[bytes, Resources]:
     names = dict(zip([a for a in function.arg_names if a not in constants], types, strict=True))
     integers = {n for n, t in names.items() if isinstance(t, int)}
+    ones: dict[str, Any] = {n: 1 for n in integers if names[n] == 1}  # constants to the compiler, as in a launch
+    constants = dict(constants) | ones
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n not in integers}
     kinds = {n: "i32" if n in integers else t for n, t in names.items()} | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(function, signature=kinds, constexprs=dict(constants), attrs=aligned)
+    source = ASTSource(function, signature=kinds, constexprs=constants, attrs=aligned)
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     binary = compiled.asm["cubin"]

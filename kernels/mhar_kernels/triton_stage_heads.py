@@ -111,7 +111,7 @@ def mix_kernel(
     """
     TOKENS: tl.constexpr = 16 // SB
     h = tl.program_id(0) % H  # all heads of a token together: a row of memory is read once
-    stride = tokens.to(tl.int64) * D
+    stride = tl.cast(tokens, tl.int64) * D
     s, j = tl.program_id(1) * SB + tl.arange(0, 16) % SB, tl.arange(0, 16)
     which = tl.arange(0, 16) // SB
     first = tl.program_id(0) // H * TOKENS
@@ -192,11 +192,11 @@ def pull_kernel(
     The 16 rows of a product are SB sources of 16 / SB tokens, which share the queries.
     """
     TOKENS: tl.constexpr = 16 // SB
-    h = tl.program_id(0) % H  # all heads of a token together: a row of memory is read once
-    stride = tokens.to(tl.int64) * D
-    s, j = tl.program_id(1) * SB + tl.arange(0, 16) % SB, tl.arange(0, 16)
+    h = tl.program_id(1)
+    stride = tl.cast(tokens, tl.int64) * D
+    s, j = tl.program_id(2) * SB + tl.arange(0, 16) % SB, tl.arange(0, 16)
     which = tl.arange(0, 16) // SB
-    first = tl.program_id(0) // H * TOKENS
+    first = tl.program_id(0) * TOKENS
     t = (first + which).to(tl.int64)
     here = (s < count) & (t < tokens)
     n = start + s
@@ -261,7 +261,7 @@ def query_kernel(
     count = tl.minimum(chunk, tokens - first)
     i = tl.program_id(2) * MS + tl.arange(0, MS)
     j = tl.arange(0, 16)
-    stride = tokens.to(tl.int64) * D
+    stride = tl.cast(tokens, tl.int64) * D
     k1 = offset + tl.arange(0, K1)[None, :]
     k2 = offset + K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
     acc1 = tl.zeros((MS, K1), tl.float32)

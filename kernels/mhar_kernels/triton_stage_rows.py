@@ -79,14 +79,14 @@ def merge_kernel(
     what only a backward pass needs is written too.
     """
     t = tl.program_id(0).to(tl.int64)
-    stride = tokens.to(tl.int64) * D
+    stride = tl.cast(tokens, tl.int64) * D
     heads = tl.arange(0, HB)[:, None, None]
     own = logits + ((t * N + site) * S) * H + heads
     q = _load_row(queries + site * D, H, K, HB, L, C)
     newest = _load_row(source + t * D, H, K, HB, L, C, source.dtype.element_ty)
     if OUTSIDE:
         before = tl.load(
-            outside_lse + ((site - start) * tokens.to(tl.int64) + t) * H + heads, mask=heads < H, other=-1e30
+            outside_lse + ((site - start) * tl.cast(tokens, tl.int64) + t) * H + heads, mask=heads < H, other=-1e30
         )
         part = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C, outside.dtype.element_ty)
     m = tl.full((HB, 1, 1), -1e30, tl.float32)
@@ -202,7 +202,7 @@ def finish_kernel(
 ):
     """One token a program: site `site`'s cotangent is kept, and the gradient of source `site` finished."""
     t = tl.program_id(0).to(tl.int64)
-    stride = tokens.to(tl.int64) * D
+    stride = tl.cast(tokens, tl.int64) * D
     heads = tl.arange(0, HB)[:, None, None]
     exists = heads < H
     own = logits + (t * N * S + (site - start)) * H + heads
@@ -219,7 +219,7 @@ def finish_kernel(
     if OUTSIDE:
         acc = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C)
         shared = tl.load(
-            outside_shared + ((site - start) * tokens.to(tl.int64) + t) * H + heads, mask=exists, other=0.0
+            outside_shared + ((site - start) * tl.cast(tokens, tl.int64) + t) * H + heads, mask=exists, other=0.0
         )
     else:
         acc = ()

@@ -58,6 +58,7 @@ def run_alone(launch, alone: pathlib.Path) -> pathlib.Path:
     return alone
 
 
+@pytest.mark.slow
 def test_two_processes_equal_one_and_survive_a_lost_one(launch, alone, tmp_path):
     """Kill one; the other says so and ends; the same command continues; the end is that of one process."""
     expected = run_alone(launch, alone)

@@ -166,6 +166,12 @@ def test_the_gpu_compiler_takes_every_kernel(capability):
         assert r.spilled <= (256 if name in ("depth_stack_mix", "depth_stack_pull") else 0), (name, r)
 
 
+def test_the_gpu_compiler_takes_one_token():
+    """A number of tokens that is 1 is a constant to it, not a value of the program."""
+    found = stage_resources(1, 64, 2, 4, 2, 90)
+    assert set(found) == {f"depth_stack_{k}" for k in ("merge", "mix", "finish", "pull", "query")}
+
+
 def test_rows_of_the_schedule():
     """By hand: 5 sites in blocks of 2 are {0, 1}, {2, 3}, {4}."""
     rows = traffic.rows(5, 2)
