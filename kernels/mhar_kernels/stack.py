@@ -109,7 +109,7 @@ def depth_stack(
             route = shards.map(route, (shards.spec, P(), P()), shards.spec)
         return route(sources, queries[i], None if norm_scales is None else norm_scales[i])
 
-    stages, size = _stages(implementation, interpret, x, num_heads, n + 1, block_size)
+    stages, size = choose_stages(implementation, interpret, x, num_heads, n + 1, block_size)
     if stages is not None:
         jax.eval_shape(lambda x: site(0, [x]), x)  # checks every argument as depth_route does
         if shards is not None:
@@ -129,7 +129,7 @@ def depth_stack(
     return read(n, sources)
 
 
-def _stages(
+def choose_stages(
     implementation: str | None, interpret: bool, x: jax.Array, num_heads: int, sites: int, block_size: int | None
 ) -> tuple[schedule.Stages | None, int]:
     """Whose stages run the stack by blocks, None for site by site; and the sites of a block."""

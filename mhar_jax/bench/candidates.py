@@ -92,7 +92,7 @@ def delta_sites(candidate: Candidate, reads: tuple[int, ...], arrays: dict[str, 
 
 def _blocked(name: str, interpret: bool, sublayers, params, x, queries, *, num_heads: int, block_size: int):
     """`depth_stack` where it runs by blocks; where it would run site by site, it is not that candidate."""
-    stages, _ = stack._stages(name, interpret, x, num_heads, len(queries), block_size)
+    stages, _ = stack.choose_stages(name, interpret, x, num_heads, len(queries), block_size)
     if stages is None:
         raise UnsupportedInputError(f"{name} runs stacks of this width, dtype and number of heads site by site")
     return depth_stack(
