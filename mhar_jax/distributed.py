@@ -94,6 +94,11 @@ def _number(given: Mapping[str, str], name: str, kind: type) -> Any:
         raise UserError(f"--{name} must be a number, got {given[name]!r}") from None
 
 
+def tells_of_a_lost_peer(error: BaseException) -> bool:
+    """Whether an error, raised wherever the processes meet, says that another of them is gone."""
+    return _LOST.search(str(error)) is not None
+
+
 class Peers:
     """The other processes of the run, watched by a thread."""
 
@@ -286,7 +291,7 @@ def joined(processes: Processes | None) -> Iterator[None]:
             print(f"error: process {index} of {count}: {one_line(error, 1000)}", file=sys.stderr)
         leave(2)
     except Exception as error:
-        if _LOST.search(str(error)):
+        if tells_of_a_lost_peer(error):
             _peers.explain(error)
         traceback.print_exc()
         _peers.fail(f"{type(error).__name__}: {one_line(error)}", 1)

@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 
 from mhar_jax.config.load import differences, make_config, to_dict
 from mhar_jax.config.schema import Config
+from mhar_jax.distributed import tells_of_a_lost_peer
 from mhar_jax.errors import UserError, one_line
 from mhar_jax.training.checksums import examine, json_digest
 
@@ -189,7 +190,9 @@ class Checkpoints:
             multihost_utils.sync_global_devices("damaged checkpoints are set aside")
         self._manager.reload()
 
-    def _failed(self, error: Exception) -> UserError:
+    def _failed(self, error: Exception) -> Exception:
+        if jax.process_count() > 1 and not isinstance(error, OSError) and tells_of_a_lost_peer(error):
+            return error  # nothing is wrong with the disk; `distributed` says what is
         step, self._started = self._started, None
         if jax.process_index() == 0:
             self._remove_unfinished(step)
