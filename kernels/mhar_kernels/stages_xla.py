@@ -149,10 +149,8 @@ def finish(
 
 
 def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
-    """See `schedule.Stages`: Σ over sources and tokens of (dℓ r) s, as one product a head."""
-    heads = _heads(history.sources.astype(jnp.float32), plan.num_heads)
-    out = jnp.einsum("ns...h,n...hk->shk", later.d_keys, heads, precision=jax.lax.Precision.HIGHEST)
-    return out.reshape(out.shape[0], -1)
+    """See `schedule.Stages`."""
+    return query_sums(history.sources, later.d_keys)
 
 
 def _pull(history: History, later: Later, sources: slice, sites: slice, before: Pulled | None) -> tuple[Later, Pulled]:
@@ -261,6 +259,13 @@ def source_gradients(sources: jax.Array, inverse_rms: jax.Array, pulled: Pulled)
     """d s = value − (r² / D) · shared · s in the storage dtype; the last term is the derivative of the 1/RMS."""
     factor = inverse_rms**2 / sources.shape[-1] * pulled.shared
     return (pulled.value - factor[..., None] * sources.astype(jnp.float32)).astype(sources.dtype)
+
+
+def query_sums(sources: jax.Array, d_keys: jax.Array) -> jax.Array:
+    """Σ over sources and tokens of (dℓ r) s, one product a head: float32 [sites, D] of [sources, sites, ..., H]."""
+    heads = _heads(sources.astype(jnp.float32), d_keys.shape[-1])
+    out = jnp.einsum("ns...h,n...hk->shk", d_keys, heads, precision=jax.lax.Precision.HIGHEST)
+    return out.reshape(out.shape[0], -1)
 
 
 def _heads(x: jax.Array, num_heads: int) -> jax.Array:

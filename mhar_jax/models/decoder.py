@@ -11,6 +11,7 @@ from flax import nnx
 
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.errors import UserError
+from mhar_jax.models.blocked import PassReader, can_block
 from mhar_jax.models.cache import CachedAttention, KVCache, empty_cache
 from mhar_jax.models.flows import make_flow
 from mhar_jax.models.initialise import Initializer
@@ -291,9 +292,11 @@ class Decoder(nnx.Module):
         self, sublayers: list[Callable], params: list[Any], x: jax.Array, record: Record | None, remat: str
     ) -> jax.Array:
         config = self.config
-        flow, reader = make_flow(config), SiteReader(config, record)
+        flow = make_flow(config)
         depth = self.routing.arrays() if config.is_routed else self.hyper.arrays() if hasattr(self, "hyper") else {}
         rows = depth_rows(config, depth)
+        by_pass = record is None and remat != "layer" and can_block(config, x.dtype)
+        reader = PassReader(config, rows) if by_pass else SiteReader(config, record)
 
         def run_layer(first: int) -> Callable:
             def layer(state, layer_params, layer_rows):
