@@ -70,19 +70,37 @@ class ShardedStages:
         return self._each(lambda history: _stack(self.stages.mix(plan, _own(history), block)))(history)
 
     def merge(
-        self, plan: Plan, history: Any, site: int, source: jax.Array, outside: Any, norm: jax.Array | None
-    ) -> tuple[Any, jax.Array, jax.Array | None]:
+        self,
+        plan: Plan,
+        history: Any,
+        site: int,
+        source: jax.Array,
+        outside: Any,
+        norm: jax.Array | None,
+        fresh: bool = True,
+    ) -> tuple[Any, jax.Array, Any]:
         """See `schedule.Stages`."""
 
         def run(history: Any, source: jax.Array, outside: Any, norm: jax.Array | None) -> tuple[Any, ...]:
-            history, *reads = self.stages.merge(plan, _own(history), site, source, _own(outside), norm)
-            return _stack(history), *reads
+            history, read, kept = self.stages.merge(plan, _own(history), site, source, _own(outside), norm, fresh)
+            return _stack(history), read, _stack(kept)
 
         spec = self.shards.spec
-        result: tuple[Any, jax.Array, jax.Array | None] = self.shards.map(run, (spec, spec, spec, P()), spec)(
+        result: tuple[Any, jax.Array, Any] = self.shards.map(run, (spec, spec, spec, P()), spec)(
             history, source, outside, norm
         )
         return result
+
+    def again(self, plan: Plan, history: Any, after: jax.Array) -> Any:
+        """See `schedule.Stages`."""
+        run = lambda history, after: _stack(self.stages.again(plan, _own(history), after))
+        return self._each(run)(history, after)
+
+    def source(self, plan: Plan, history: Any, site: int, like: jax.Array) -> jax.Array:
+        """See `schedule.Stages`."""
+        run = lambda history, like: self.stages.source(plan, _own(history), site, like)
+        source: jax.Array = self._each(run)(history, like)
+        return source
 
     def begin(self, plan: Plan, history: Any) -> Any:
         """See `schedule.Stages`."""
@@ -100,7 +118,7 @@ class ShardedStages:
         later: Any,
         site: int,
         read: jax.Array,
-        kept: jax.Array | None,
+        kept: Any,
         cotangent: jax.Array,
         outside: Any,
         norm: jax.Array | None,
@@ -110,7 +128,7 @@ class ShardedStages:
         def run(arrays: Any, norm: jax.Array | None) -> tuple[Any, ...]:
             history, later, read, kept, cotangent, outside = arrays
             later, d_source, d_norm = self.stages.finish(
-                plan, _own(history), _own(later), site, read, kept, cotangent, _own(outside), norm
+                plan, _own(history), _own(later), site, read, _own(kept), cotangent, _own(outside), norm
             )
             return _stack(later), d_source, _stack(d_norm)
 

@@ -30,8 +30,14 @@ class History(NamedTuple):
     inverse_rms: jax.Array | None  # float32 [T, NP]
     lse: jax.Array | None  # float32 [T, H, NP]
     logits: jax.Array | None  # float32 [T, N, S, H]: site, source counted from the start of the site's block
-    rests: tuple[jax.Array, ...]  # int8 [T, D] a site: what rounding took from what is read there; Δ needs it
-    mix_rms: tuple[jax.Array, ...]  # float32 [T] a site: inverse RMS of its mix, where the kernel applies the norm
+
+
+class Read(NamedTuple):
+    """What `finish` needs of a site beside what was read there."""
+
+    rest: jax.Array  # int8 [T, D]: what rounding took from that; Δ would be off by as much as mixes are
+    mix_rms: jax.Array  # float32 [T]: inverse RMS of the mix, where the kernel applies the norm
+    mix: jax.Array | None  # [..., D], where the norm is not the kernel's
 
 
 class Later(NamedTuple):
@@ -54,17 +60,23 @@ def start(plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -
     """See `schedule.Stages`."""
     del low  # only float32 storage has it
     high = queries.astype(x.dtype)
-    return History(queries, high, (queries - high.astype(jnp.float32)).astype(x.dtype), None, None, None, None, (), ())
+    return History(queries, high, (queries - high.astype(jnp.float32)).astype(x.dtype), None, None, None, None)
 
 
 def merge(
-    plan: Plan, history: History, site: int, source: jax.Array, outside, norm: jax.Array | None
-) -> tuple[History, jax.Array, jax.Array | None]:
+    plan: Plan,
+    history: History,
+    site: int,
+    source: jax.Array,
+    outside,
+    norm: jax.Array | None,
+    fresh: bool = True,
+) -> tuple[History, jax.Array, Read]:
     """See `schedule.Stages`."""
     shape = Shape.of(plan, source)
     fused = norm is not None and _fuses_norm(source.dtype)
     partial, partial_lse = outside if outside is not None else (unused(shape.dtype), unused(jnp.float32))
-    old = history[3:7]
+    old = history[3:]
     *buffers, read, rest, mix_rms = call(
         shape,
         triton_stage_rows.merge_kernel,
@@ -96,15 +108,13 @@ def merge(
         },
         (shape.tokens,),
         warps=shape.row_warps,
-        aliases={} if site == 0 else {5 + i: i for i in range(4)},
+        aliases={5 + i: i for i, a in enumerate(old) if a is not None},
     )
-    sources, inverse_rms, lse, logits = buffers
-    new = {"sources": sources, "inverse_rms": inverse_rms, "lse": lse, "logits": logits}
-    history = history._replace(**new, rests=(*history.rests, rest), mix_rms=(*history.mix_rms, mix_rms))
+    history = History(*history[:3], *buffers)
     read = read.reshape(source.shape)
     if fused or norm is None:
-        return history, read, None
-    return history, pre_norm.apply(read, norm, plan.norm_eps), read
+        return history, read, Read(rest, mix_rms, None)
+    return history, pre_norm.apply(read, norm, plan.norm_eps), Read(rest, mix_rms, read)
 
 
 def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Array]:
@@ -114,6 +124,21 @@ def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Arra
     return triton_stage_calls.mix(
         shape, history.sources, history.inverse_rms, history.high, history.low, block.start, len(block)
     )
+
+
+def again(plan: Plan, history: History, after: jax.Array) -> History:
+    """See `schedule.Stages`."""
+    queries, high, low, _ = jax.lax.optimization_barrier((*history[:3], after))
+    history = history._replace(queries=queries, high=high, low=low)
+    if history.lse is not None and history.lse.ndim == 1:
+        return history._replace(lse=None, logits=None)  # nothing was kept in them
+    return history
+
+
+def source(plan: Plan, history: History, site: int, like: jax.Array) -> jax.Array:
+    """See `schedule.Stages`."""
+    assert history.sources is not None
+    return history.sources[site].reshape(like.shape)
 
 
 def begin(plan: Plan, history: History) -> Later:
@@ -149,21 +174,21 @@ def finish(
     later: Later,
     site: int,
     read: jax.Array,
-    kept: jax.Array | None,
+    kept: Read,
     cotangent: jax.Array,
     outside,
     norm: jax.Array | None,
 ) -> tuple[Later, jax.Array, jax.Array | None]:
     """See `schedule.Stages`."""
     shape, block = Shape.of(plan, read), plan.block_of(site)
-    fused = norm is not None and kept is None
+    fused = norm is not None and kept.mix is None
     d_norm = None
     if fused:
         products = cotangent.astype(jnp.float32) * read.astype(jnp.float32)
         d_norm = jnp.sum(products, axis=tuple(range(read.ndim - 1))) / _safe(norm)
-    elif kept is not None:
-        read = kept
-        cotangent, d_norm = pre_norm.pull(kept, norm, plan.norm_eps, cotangent)
+    elif kept.mix is not None:
+        read = kept.mix
+        cotangent, d_norm = pre_norm.pull(read, norm, plan.norm_eps, cotangent)
     partial, shared = outside if outside is not None else (unused(shape.dtype), unused(jnp.float32))
     first = site == plan.num_sites - 1
     *buffers, d_source = call(
@@ -172,8 +197,8 @@ def finish(
         [
             cotangent.reshape(shape.tokens, shape.dim),
             read.reshape(shape.tokens, shape.dim),
-            history.rests[site],
-            history.mix_rms[site],
+            kept.rest,
+            kept.mix_rms,
             _safe(norm if fused else None),
             history.high,
             history.sources,
@@ -221,4 +246,4 @@ def _none(dtype) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1,), dtype)
 
 
-__all__ = ["begin", "finish", "merge", "mix", "pull", "query_gradient", "start"]
+__all__ = ["again", "begin", "finish", "merge", "mix", "pull", "query_gradient", "source", "start"]
