@@ -85,8 +85,7 @@ class PassReader:
         """The site's mix [B, T, D], or residual + gate · mix; [B, T, KV, D] at an attention site of mhar_headwise."""
         assert len(sources) + (row.null_source is not None) == self.counts[site], (site, len(sources))
         self.seen.append(site)
-        if site in self.passes:
-            self._run(self.passes[site], sources)
+        self.prepare(site, sources)
         parts = [*self.parts.pop(site, []), *(self._one(site, s) for s in sources[self.covered[site] :])]
         null = None if row.null_source is None else self._one(site, row.null_source)
         dtype, grouped = sources[0].dtype, is_grouped_site(self.config, site)
@@ -101,6 +100,14 @@ class PassReader:
             return (mix if residual is None else residual.astype(jnp.float32) + mix).astype(dtype)
 
         return finish(parts, null, row.gate, residual)
+
+    def prepare(self, site: int, sources: Sequence[jax.Array]) -> None:
+        """Makes the pass of a site that comes up; where sites are read inside `jax.checkpoint`, this belongs before it.
+
+        A pass of many sites would otherwise leak out of the first one's trace; that of an odd site serves it alone.
+        """
+        if site in self.passes:
+            self._run(self.passes.pop(site), sources)
 
     def check(self) -> None:
         """Every site was read, once."""
