@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from mhar_kernels import parts_xla, varying
 from mhar_kernels.errors import UnsupportedInputError
+from mhar_kernels.rounding import rounded
 from mhar_kernels.stages_sharded import TokenShards
 from mhar_kernels.target import current_platform
 
@@ -165,8 +166,8 @@ def _mix(backend: ModuleType, call: Call, sources: tuple[jax.Array, ...], querie
     def backward(kept, cotangents):
         sources, queries, out, lse = kept
         d_out, d_lse = cotangents
-        d_out = d_out.astype(sources[0].dtype)
-        products = d_out.astype(jnp.float32) * out  # of what the kernels see, so that Σ dℓ is right to the last bit
+        near = rounded(d_out, sources[0].dtype)
+        d_out, products = near.astype(sources[0].dtype), near * out  # of what kernels see: then Σ dℓ is right
         products = jnp.sum(products.reshape(*out.shape[:-1], call.num_heads, -1), axis=-1)
         # dℓ = α (<dO, s> − Δ), and Δ = <dO, O> less what comes in through the log-sum-exp.
         d_sources, d_queries = backend.backward(call, sources, queries, lse, d_out, products - d_lse)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mhar_kernels import parts_xla, triton_stage_calls
+from mhar_kernels.rounding import as_two
 from mhar_kernels.triton_stage_calls import Shape, unused
 
 if TYPE_CHECKING:
@@ -83,6 +84,4 @@ def _stacked(call: "Call", shape: Shape, sources: tuple[jax.Array, ...]) -> tupl
 
 def _halves(queries: jax.Array, skipped: int, dtype) -> tuple[jax.Array, jax.Array]:
     """Effective queries as two numbers of the storage dtype; the first `skipped` rows are of sites that are done."""
-    wide = jnp.pad(queries, ((skipped, 0), (0, 0)))
-    high = wide.astype(dtype)
-    return high, (wide - high.astype(jnp.float32)).astype(dtype)
+    return as_two(jnp.pad(queries, ((skipped, 0), (0, 0))), dtype)

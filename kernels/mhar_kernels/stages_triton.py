@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from mhar_kernels import pre_norm, traffic, triton_stage_calls, triton_stage_rows
+from mhar_kernels.rounding import as_two
 from mhar_kernels.schedule import Plan
 from mhar_kernels.triton_stage_calls import Shape, call, unused
 
@@ -59,8 +60,7 @@ def supports(dtype, head_dim: int) -> bool:
 def start(plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -> History:
     """See `schedule.Stages`."""
     del low  # only float32 storage has it
-    high = queries.astype(x.dtype)
-    return History(queries, high, (queries - high.astype(jnp.float32)).astype(x.dtype), None, None, None, None)
+    return History(queries, *as_two(queries, x.dtype), None, None, None, None)
 
 
 def merge(

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mhar_kernels import pre_norm, twofloat
+from mhar_kernels.rounding import rounded
 from mhar_kernels.schedule import Plan
 
 
@@ -125,8 +126,8 @@ def merge(
         history = history._replace(statistics=jax.tree.map(into, history.statistics, partial.statistics))
     # Site 0 reads one source: its mix is that source, to the bit, and its query has no gradient.
     exact = _scale(partial.mix, 1 / partial.statistics.total)[0] if site else source.astype(jnp.float32)
-    mixed = exact.astype(source.dtype)
-    rest = (exact - mixed.astype(jnp.float32)).astype(source.dtype)
+    near = rounded(exact, source.dtype)
+    mixed, rest = near.astype(source.dtype), (exact - near).astype(source.dtype)
     return history, pre_norm.apply(mixed, norm, plan.norm_eps), Mix(mixed, rest)
 
 
