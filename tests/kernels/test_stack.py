@@ -263,3 +263,35 @@ def test_random_stacks(seed):
 def test_route_and_stack_agree_on_one_site():
     x, q = jnp.arange(24.0).reshape(2, 12), jnp.ones((1, 12))
     np.testing.assert_array_equal(depth_stack([], [], x, q, num_heads=3), depth_route([x], q[0], num_heads=3))
+
+
+@pytest.mark.slow
+def test_the_depth_of_36_layers():
+    """73 sites against the definition in float64: a scan over sites of a masked history, one compilation for all."""
+    n, heads = 72, 2
+    (x, mats, queries, scales), cotangent = random_stack(n, (5,), 16, heads)
+
+    def by_site(x, mats, queries, scales):
+        history = jnp.zeros((n + 1, *x.shape), x.dtype).at[0].set(x)
+
+        def site(history, step):
+            i, query, scale = step
+            r = jax.lax.rsqrt(jnp.mean(history**2, axis=-1, keepdims=True) + 1e-6)
+            keys = (history * r * scale).reshape(*history.shape[:-1], heads, -1)
+            logits = jnp.sum(keys * query.reshape(heads, -1), axis=-1)
+            logits = jnp.where((jnp.arange(n + 1) <= i)[:, None, None], logits, -jnp.inf)
+            weights = jax.nn.softmax(logits, axis=0)[..., None]
+            mix = jnp.sum(weights * history.reshape(keys.shape), axis=0).reshape(x.shape)
+            source = tanh_layer(mats[jnp.minimum(i, n - 1)], mix)
+            return history.at[i + 1].set(source, mode="drop"), mix
+
+        return jax.lax.scan(site, history, (jnp.arange(n + 1), queries, scales))[1][-1]
+
+    out, grads = value_and_grads((x, mats, queries, scales), cotangent, heads=heads)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (x, mats, queries, scales)]
+        exact, vjp = jax.vjp(jax.jit(by_site), *wide)
+        expected = vjp(jnp.asarray(np.asarray(cotangent, np.float64)))
+    assert error(out, exact) < 1e-6
+    for name, grad, want in zip(NAMES, grads, expected, strict=True):
+        assert error(grad, want) < 1e-5, name
