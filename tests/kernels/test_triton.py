@@ -38,7 +38,7 @@ class TestTriton(RouteContract):
     @pytest.mark.parametrize(
         "tile",
         [
-            pytest.param({"sources": 1, "width": 1}, marks=pytest.mark.slow),
+            pytest.param({"sources": 1, "width": 1}, marks=pytest.mark.exhaustive),
             {"sources": 8, "width": 16, "ahead": 2},
             {"sources": 2, "width": 32, "warps": 2, "stages": 1, "programs": 1},  # wider than a head: masked
         ],
