@@ -63,6 +63,15 @@ def test_compiles_narrow_heads():
     _check("v5e", 9, 512, 4, stacked=True)
 
 
+@pytest.mark.parametrize(
+    ("chip", "dim", "heads"),
+    [("v5e", 256, 2), *(pytest.param(c, 1280, 8, marks=pytest.mark.exhaustive) for c in TOPOLOGIES)],
+)
+def test_compiles_float16(chip, dim, heads):
+    """Which the compiler does not know: it is int16 in the kernel."""
+    _check(chip, 9, dim, heads, dtype="float16")
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 @pytest.mark.parametrize("stacked", [False, True])
@@ -86,6 +95,7 @@ def test_compiles_everywhere(chip, dim, heads, stacked):
         (9, 1280, 8, {"delta": True, "return_weights": True}),
         (9, 4096, 8, {"delta": True, "return_weights": True}),
         (9, 1280, 8, {"dtype": "float32"}),
+        (9, 4096, 8, {"dtype": "float16", "delta": True}),
         (9, 16384, 8, {"dtype": "float32", "delta": True}),
         (9, 16384, 128, {}),
         (9, 4096, 8, {"tile": {"rows": 128, "chunk": 5, "sweeps": 2}}),  # more VMEM than the default limit
