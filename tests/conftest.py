@@ -9,3 +9,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """What tests measured and recorded as the property "measured", for whoever reads the log."""
+    reports = terminalreporter.stats.get("passed", [])
+    lines = [value for report in reports for name, value in report.user_properties if name == "measured"]
+    if lines:
+        terminalreporter.section("measured")
+        terminalreporter.write_line("\n".join(sorted(lines)))

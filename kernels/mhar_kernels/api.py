@@ -198,6 +198,11 @@ def _validate(
         like = parts[0] if parts else None
         shape = like.shape if like is not None else None
     else:
+        if not isinstance(sources, jax.Array | np.ndarray):
+            raise ValueError(
+                "sources must be an array [N, ..., D] or a list or tuple of arrays [..., D], "
+                f"got {type(sources).__name__}"
+            )
         array = _array("sources", sources)
         if array.ndim < 2:
             raise ValueError(f"sources must be [N, ..., D] with at least two axes, got shape {array.shape}")
@@ -226,6 +231,8 @@ def _validate(
         if not isinstance(value, bool):
             raise ValueError(f"{flag} must be True or False, got {value!r}")
     if tile is not None:
+        if not isinstance(tile, Mapping) or not all(isinstance(key, str) for key in tile):
+            raise ValueError(f"tile must be None or a mapping from names of sizes to integers, got {tile!r}")
         for key, value in tile.items():
             if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise ValueError(f"tile sizes must be positive integers, got {key}={value!r}")
@@ -284,7 +291,8 @@ def _array(name: str, value) -> jax.Array:
 
 def _parameter(name: str, value, shape: tuple[int, ...]) -> jax.Array:
     if isinstance(value, bool) or not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
-        raise ValueError(f"{name} must be an array of shape {shape}, got {type(value).__name__}")
+        wanted = f"an array of shape {shape}" if shape else "a number or an array of shape ()"
+        raise ValueError(f"{name} must be {wanted}, got {type(value).__name__}")
     array = jnp.asarray(value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")

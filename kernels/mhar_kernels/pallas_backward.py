@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from mhar_kernels.pallas_common import HBM_SPEC, Inputs, Layout, load_entries, source_tile, store_entries, with_rest
+from mhar_kernels.pallas_float16 import storage, to_float32, to_storage
 from mhar_kernels.pallas_heads import Entries, Tile, fold_rows, lane_tile
 from mhar_kernels.pallas_ring import Index, Ref, Ring, SourceRefs
 from mhar_kernels.pallas_scores import Logits, exponentials
@@ -58,7 +59,7 @@ def backward_call(layout: Layout, inputs: Inputs) -> list[jax.Array]:
     specs = [HBM_SPEC] * num_refs + [layout.partial_spec(w) for w in widths]
     entries = pltpu.VMEM(layout.heads.entries_shape(plan.rows), jnp.float32)
     temporaries = {
-        "buffer": pltpu.VMEM((plan.slots, plan.chunk, plan.rows, dim), jnp.dtype(call.dtype)),
+        "buffer": pltpu.VMEM((plan.slots, plan.chunk, plan.rows, dim), storage(call.dtype)),
         **dict.fromkeys(("top", "log_total", "delta"), entries),
     }
     if call.has_null:
@@ -144,7 +145,7 @@ class _Pass:
                 ring.wait_stored(gradients, stored, start + plan.chunks - 1, plan.chunks - 1)
 
     def _d_out(self, rows: pl.Slice) -> Tile:
-        return lambda t: self.given.d_out[0, rows, lane_tile(t)].astype(jnp.float32)
+        return lambda t: to_float32(self.given.d_out[0, rows, lane_tile(t)])
 
     def _weights(self, rows: pl.Slice, logits: Logits) -> Entries:
         top, log_total = load_entries(self.scratch.top, rows), load_entries(self.scratch.log_total, rows)
@@ -154,7 +155,7 @@ class _Pass:
         return x if self.given.gate is None else x * self.given.gate[0]
 
     def _mix(self, rows: pl.Slice, t: int) -> jax.Array:
-        mix = self.given.mix[0, rows, lane_tile(t)].astype(jnp.float32)
+        mix = to_float32(self.given.mix[0, rows, lane_tile(t)])
         if self.given.rest is None:
             return mix
         return with_rest(mix, self.given.rest[0, rows, lane_tile(t)], self.layout.call.dtype)
@@ -286,7 +287,7 @@ class _Pass:
                 for i, (source, factor) in enumerate(zip(sources, factors, strict=True)):
                     s, keyed = source(t), factor.keyed(t)
                     gradient = factor.mixed(t) * d_out + keyed * query - factor.own * s
-                    scratch.buffer[slot, i, rows, lane_tile(t)] = gradient.astype(scratch.buffer.dtype)
+                    scratch.buffer[slot, i, rows, lane_tile(t)] = to_storage(gradient, scratch.buffer.dtype)
                     d_query = d_query + fold_rows(keyed * s)
                 outputs.query[0, 0, :, lane_tile(t)] += d_query
 

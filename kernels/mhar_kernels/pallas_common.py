@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mhar_kernels import varying
+from mhar_kernels import pallas_float16, varying
 from mhar_kernels.contract import RouteCall
 from mhar_kernels.pallas_heads import Entries, Heads, Tile, lane_tile
 from mhar_kernels.pallas_plan import Plan
@@ -134,12 +134,14 @@ class Layout:
     ) -> list[jax.Array]:
         """Calls kernel(inputs as references, output references, scratch references)."""
         entries = [(f, getattr(inputs, f)) for f in _FIELDS if getattr(inputs, f) is not None]
-        operands = [array for _, array in entries]
+        operands = [pallas_float16.as_bits(array) for _, array in entries]
+        sources_in = [pallas_float16.as_bits(array) for array in inputs.sources]
         in_specs = [self._input_spec(name, array) for name, array in entries]
         num_inputs = len(operands)
         axes = varying.axes(inputs)
 
         def body(*refs: Ref) -> None:
+            refs = tuple(ref.bitcast(jnp.int16) if ref.dtype == jnp.float16 else ref for ref in refs)
             fields = {field: ref for (field, _), ref in zip(entries, refs, strict=False)}
             sources = refs[num_inputs : num_inputs + len(inputs.sources)]
             rest = refs[num_inputs + len(sources) :]
@@ -163,7 +165,7 @@ class Layout:
             ),
             cost_estimate=cost,
             interpret=self.call.interpret,
-        )(*varying.over(axes, [*operands, *inputs.sources]))
+        )(*varying.over(axes, [*operands, *sources_in]))
 
     def _input_spec(self, name: str, array: jax.Array) -> pl.BlockSpec:
         grouped = name in self.grouped
@@ -212,7 +214,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 def source_tile(buffer: Ref, slot: jax.Array, i: int, rows: pl.Slice) -> Tile:
     """Lane tiles of one source in a slot, as float32."""
-    return lambda t: buffer[slot, i, rows, lane_tile(t)].astype(jnp.float32)
+    return lambda t: pallas_float16.to_float32(buffer[slot, i, rows, lane_tile(t)])
 
 
 def load_entries(ref: Ref, rows: pl.Slice) -> Entries:

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from mhar_kernels.pallas_common import Inputs, Layout, load_entries, rest_of, source_tile, store_entries
+from mhar_kernels.pallas_float16 import storage, to_float32, to_storage
 from mhar_kernels.pallas_heads import Heads, lane_tile
 from mhar_kernels.pallas_ring import Ref, Ring, SourceRefs
 from mhar_kernels.pallas_scores import Logits, exponentials, largest
@@ -53,7 +54,7 @@ def forward_call(layout: Layout, inputs: Inputs, keep: tuple[str, ...]) -> list[
         shapes.append(((layout.groups, call.rows, call.tokens, heads), "float32"))
         specs.append(layout.depth_spec(call.rows, heads))
     scratch = [
-        pltpu.VMEM((plan.slots, plan.chunk, rows, dim), jnp.dtype(call.dtype)),
+        pltpu.VMEM((plan.slots, plan.chunk, rows, dim), storage(call.dtype)),
         pltpu.VMEM((rows, dim), jnp.float32),
         *[pltpu.VMEM(layout.heads.entries_shape(rows), jnp.float32)] * (2 + layout.exact),
         pltpu.SemaphoreType.DMA((plan.slots,)),
@@ -174,14 +175,14 @@ def _finish(layout: Layout, given: Inputs, outputs: _Outputs, scratch: _Scratch)
         for t in range(heads.tiles):
             mix = scratch.mix[rows, lane_tile(t)] * inverse(t)
             if outputs.mix is not None:
-                outputs.mix[0, rows, lane_tile(t)] = mix.astype(outputs.mix.dtype)
+                outputs.mix[0, rows, lane_tile(t)] = to_storage(mix, outputs.mix.dtype)
             if outputs.rest is not None:
                 outputs.rest[0, rows, lane_tile(t)] = rest_of(mix, call.dtype)
             if given.gate is not None:
                 mix = mix * given.gate[0]
             if given.residual is not None:
-                mix = mix + given.residual[0, rows, lane_tile(t)].astype(jnp.float32)
-            outputs.out[0, rows, lane_tile(t)] = mix.astype(outputs.out.dtype)
+                mix = mix + to_float32(given.residual[0, rows, lane_tile(t)])
+            outputs.out[0, rows, lane_tile(t)] = to_storage(mix, outputs.out.dtype)
 
         if outputs.weights is not None:
             packed_top, packed_total = _pack_top(heads, top), heads.pack(total)

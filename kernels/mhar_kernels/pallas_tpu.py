@@ -43,14 +43,11 @@ def unsupported(call: RouteCall) -> str | None:
     """Why the call cannot run here and what would work; None if it can."""
     if call.dtype not in ("float32", "bfloat16", "float16"):
         return f"it stores float32, bfloat16 or float16, not {call.dtype}; implementation='xla' takes {call.dtype}"
-    if not call.interpret:
-        if call.platform != "tpu":
-            return (
-                f"it is compiled for TPU and this call runs on {call.platform}; "
-                "interpret=True runs it anywhere, slowly, and implementation='xla' runs everywhere"
-            )
-        if call.dtype == "float16":
-            return "the TPU compiler has no float16 arithmetic; use bfloat16, or implementation='xla'"
+    if not call.interpret and call.platform != "tpu":
+        return (
+            f"it is compiled for TPU and this call runs on {call.platform}; "
+            "interpret=True runs it anywhere, slowly, and implementation='xla' runs everywhere"
+        )
     if call.dim > LARGEST_DIM:
         return f"it takes a width D of at most {LARGEST_DIM}, got {call.dim}; implementation='xla' takes any width"
     if dict(call.tile or ()).get("sweeps", 1) > 2:

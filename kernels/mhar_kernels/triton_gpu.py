@@ -21,6 +21,8 @@ from mhar_kernels.triton_launch import Signature
 NAME = "triton"
 MAX_DIM = 16_384  # a row is held in the registers of one program
 _MULTIPROCESSORS = 132  # of an H100 or H200, where the device cannot be asked
+_MOST_FEATURES_A_LANE = 256  # a lane has 255 registers
+_MOST_SHARED = 227 * 1024  # bytes a program, of the chips that have most: sm_90 and sm_100
 Launcher = Callable[..., list[jax.Array]]
 _MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23}
 
@@ -57,6 +59,8 @@ def unsupported(call: RouteCall) -> str | None:
             return f"it needs a GPU and this runs on {call.platform}; interpret=True runs it anywhere, slowly"
         if importlib.util.find_spec("jax_triton") is None:
             return "the package jax-triton is not installed: pip install 'mhar-jax[gpu]'"
+    for direction in ("forward", "backward"):
+        tile(call, direction)  # refuses what makes no sense before anything is launched
     return None
 
 
@@ -356,7 +360,7 @@ def tile(call: RouteCall, direction: str) -> Tile:
     """The tile of a call: explicit, else tuned, else by rule.
 
     Raises:
-      ValueError: an explicit size is unknown, or not a power of two where it must be.
+      ValueError: an explicit size is unknown, not a power of two where it must be, or more than any chip holds.
     """
     device = None if call.interpret else triton_launch.gpu()
     key = tuning.bucketed(
@@ -371,11 +375,31 @@ def tile(call: RouteCall, direction: str) -> Tile:
         NAME, device and device.device_kind, key, heuristic(call, direction)._asdict(), dict(call.tile or ())
     )
     for name in ("sources", "width", "warps"):
-        if sizes[name] & (sizes[name] - 1) or (name == "warps" and sizes[name] > 32):
-            raise ValueError(f"tile {name} must be a power of two (warps at most 32), got {sizes[name]}")
+        if sizes[name] & (sizes[name] - 1):
+            raise ValueError(f"tile {name} must be a power of two, got {sizes[name]}")
+    if sizes["warps"] > 32:
+        raise ValueError(f"tile warps must be at most 32, got {sizes['warps']}")
     if sizes["ahead"] > 2:
         raise ValueError(f"tile ahead must be 1 or 2, got {sizes['ahead']}")
-    return Tile(**sizes)
+    chosen = Tile(**sizes)
+    _refuse_too_large(call, chosen)
+    return chosen
+
+
+def _refuse_too_large(call: RouteCall, chosen: Tile) -> None:
+    step = chosen.sources * _power_of_two(call.num_heads) * -(-call.head_dim // chosen.width) * chosen.width
+    lane = step // (32 * chosen.warps)
+    if lane > _MOST_FEATURES_A_LANE:
+        raise ValueError(
+            f"tile sources={chosen.sources}, width={chosen.width}, warps={chosen.warps} gives a lane {lane} features "
+            f"at D={call.dim}, and it holds at most {_MOST_FEATURES_A_LANE}: fewer sources or more warps would fit"
+        )
+    buffered = (chosen.stages - 1) * step * np.dtype(call.dtype).itemsize
+    if buffered > _MOST_SHARED:
+        raise ValueError(
+            f"tile stages={chosen.stages} needs {buffered} bytes of shared memory, and a program has at most "
+            f"{_MOST_SHARED}: fewer stages or sources would fit"
+        )
 
 
 def heuristic(call: RouteCall, direction: str) -> Tile:

@@ -38,6 +38,7 @@ def test_delta_block_deviates_by_nothing(tools, run, original, tmp_path):
     assert record["before"]["kind"] == "import"
 
 
+@pytest.mark.exhaustive
 def test_an_open_gate_is_seen(original, tmp_path, monkeypatch):
     """The comparison can fail: one gate a little open moves the logits."""
     fresh = grafting.fresh_routing

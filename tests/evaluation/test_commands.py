@@ -92,6 +92,7 @@ def test_generate_streams_one_prompt(run, capsys):
     assert "6 tokens, --max-tokens" in err
 
 
+@pytest.mark.exhaustive
 def test_generate_several_prompts(pretrained, capsys):
     settings = ["--max-tokens", 5, "--temperature", 1.0, "--top-k", 50, "--top-p", 0.9, "--seed", 4]
     out, err = lines(capsys, generate.main, *pretrained, "--prompt", "one", "--prompt", "another", *settings)

@@ -20,7 +20,12 @@ def model_of(variant: str):
     return nnx.split(scramble(build(tiny(variant, num_layers=2))))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+RELATED = ("delta", "block_mhar", "mhar_headwise")  # forms of what mhar and delta_block do
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=pytest.mark.exhaustive) if v in RELATED else v for v in VARIANTS]
+)
 def test_decode_equals_whole_passes_at_every_position_for_every_split(variant):
     """Row p of the batch splits the same tokens after p + 1: all splits at once, in batches of different length."""
     graph, state = model_of(variant)

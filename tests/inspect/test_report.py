@@ -225,6 +225,7 @@ def test_a_training_picture_that_cannot_be_written_is_told(tmp_path):
         pictures_.finish()
 
 
+@pytest.mark.exhaustive
 def test_the_command_on_a_delta_block_checkpoint(tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("It is a truth universally acknowledged.\n\nThat a single man.")

@@ -41,9 +41,9 @@ DELTA_FORMS = list(itertools.product((False, True), (None, 0.6), (False, True)))
 
 
 def quick(values, default):
-    """Parameters of which only those that `default` accepts run by default; the others are marked slow."""
+    """Parameters of which only those that `default` accepts run by default; the others are marked exhaustive."""
     return [
-        v if default(v) else pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.slow)
+        v if default(v) else pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=pytest.mark.exhaustive)
         for v in values
     ]
 

@@ -22,8 +22,8 @@ FORWARD, BACKWARD = "depth_route_forward", "depth_route_backward"
 
 
 # The interpreter makes each kernel a program of its own, which takes 2 to 15 s to compile. By default one case of each
-# kind runs: stacked and separate arrays, bfloat16, delta, only a null source, peaked and zero logits.
-GIVEN = ("bf16", "delta", "delta_closed_gate", "delta_null_only", "one_source", "peaked", "zero_query")
+# kind runs: stacked and separate arrays, bfloat16, delta, only a null source, zero logits.
+GIVEN = ("bf16", "delta", "delta_closed_gate", "delta_null_only", "one_source", "zero_query")
 
 
 class TestPallas(RouteContract):
@@ -71,11 +71,11 @@ class _Tiled(TestPallas):
     ("tokens", "rows", "chunk", "sweeps"),
     [
         (24, 8, 3, 2),  # three tiles over two cores; chunks of 1, 3 and 3 sources
-        pytest.param(24, 8, 3, 1, marks=pytest.mark.slow),
-        pytest.param(29, 8, 7, 1, marks=pytest.mark.slow),  # a ragged last tile; one chunk
-        pytest.param(29, 8, 7, 2, marks=pytest.mark.slow),
-        (5, 8, 2, 1),  # less than a tile
-        pytest.param(5, 8, 2, 2, marks=pytest.mark.slow),
+        pytest.param(24, 8, 3, 1, marks=pytest.mark.exhaustive),
+        pytest.param(29, 8, 7, 1, marks=pytest.mark.exhaustive),  # a ragged last tile; one chunk
+        pytest.param(29, 8, 7, 2, marks=pytest.mark.exhaustive),
+        pytest.param(5, 8, 2, 1, marks=pytest.mark.exhaustive),  # less than a tile
+        pytest.param(5, 8, 2, 2, marks=pytest.mark.exhaustive),
     ],
 )
 def test_tiles(tokens, rows, chunk, sweeps):
@@ -86,13 +86,13 @@ def test_tiles(tokens, rows, chunk, sweeps):
 @pytest.mark.parametrize(
     ("dim", "heads", "sweeps"),
     [
-        (128, 2, 2),  # two heads in a lane tile
+        pytest.param(128, 2, 2, marks=pytest.mark.exhaustive),  # two heads in a lane tile
         (130, 2, 1),  # K = 65: a tile that two heads share, and an odd half
         (480, 3, 2),  # K = 160
-        (257, 1, 1),
+        pytest.param(257, 1, 1, marks=pytest.mark.exhaustive),
         (300, 300, 2),  # more heads than lanes
         *(
-            pytest.param(*rest, marks=pytest.mark.slow)
+            pytest.param(*rest, marks=pytest.mark.exhaustive)
             for rest in ((128, 2, 1), (130, 2, 2), (480, 3, 1), (257, 1, 2), (300, 300, 1))
         ),
     ],
@@ -146,7 +146,7 @@ def test_copies_do_not_race(stacked, sweeps):
 
 
 @pytest.mark.parametrize(
-    ("dim", "heads", "sweeps"), quick([(128, 2, 1), (96, 3, 2), (128, 2, 2)], lambda p: p != (128, 2, 2))
+    ("dim", "heads", "sweeps"), quick([(128, 2, 1), (96, 3, 2), (128, 2, 2)], lambda p: p == (128, 2, 1))
 )
 def test_bfloat16_is_as_accurate_as_xla(dim, heads, sweeps):
     """Against float64 on the same rounded inputs. Heads of both layouts; one sweep and two."""
@@ -164,6 +164,7 @@ def test_bfloat16_is_as_accurate_as_xla(dim, heads, sweeps):
         assert error(grad, case.grads[name]) <= 1.01 * error(theirs[2][name], case.grads[name]) + slack, name
 
 
+@pytest.mark.exhaustive
 def test_gradients_per_example():
     """vmap of a gradient in an unmapped query: one gradient an example, not their sum."""
     case = random_case(3, (4, 5), 24, 3)
@@ -176,6 +177,7 @@ def test_gradients_per_example():
         assert error(each[i], one(query, sources[:, i])) < 2e-6
 
 
+@pytest.mark.exhaustive
 def test_vmap_over_one_source_of_several():
     case = random_case(3, (5,), 24, 3)
     a, b, c = jnp.asarray(case.inputs["sources"])
@@ -251,7 +253,6 @@ def test_vmem_fits_the_smallest_chip(n, dim, heads, dtype):
     ("change", "words"),
     [
         ({"platform": "cpu"}, ("cpu", "interpret=True", "xla")),
-        ({"dtype": "float16"}, ("float16", "bfloat16")),
         ({"dtype": "float64"}, ("float64", "xla")),
         ({"dim": 32768}, ("16384", "32768")),
         ({"tile": (("rows", 12),)}, ("rows", "16", "12")),
@@ -290,7 +291,7 @@ def test_every_feature_has_one_head():
         assert seen == [(d, d // (dim // heads)) for d in range(dim)]
 
 
-@pytest.mark.slow  # test_shard_map, with another tile
+@pytest.mark.exhaustive  # test_shard_map, with another tile
 def test_two_devices_share_one_query():
     """Plain sharding of the tokens, kernel inside shard_map: the query's gradient is summed exactly once."""
     case = random_case(3, (8,), 24, 3)
@@ -309,6 +310,7 @@ def test_two_devices_share_one_query():
         assert error(a, b) < 1e-6
 
 
+@pytest.mark.exhaustive
 def test_tune_writes_a_table_that_calls_then_use(tmp_path, monkeypatch):
     """The whole program on a tiny shape; the times mean nothing here, the flow does."""
     monkeypatch.setattr(tuning, "TABLES", tmp_path)

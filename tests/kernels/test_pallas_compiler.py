@@ -63,7 +63,16 @@ def test_compiles_narrow_heads():
     _check("v5e", 9, 512, 4, stacked=True)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("chip", "dim", "heads"),
+    [("v5e", 256, 2), *(pytest.param(c, 1280, 8, marks=pytest.mark.exhaustive) for c in TOPOLOGIES)],
+)
+def test_compiles_float16(chip, dim, heads):
+    """Which the compiler does not know: it is int16 in the kernel."""
+    _check(chip, 9, dim, heads, dtype="float16")
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("chip", TOPOLOGIES)
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(("dim", "heads"), [(512, 4), (1024, 8), (1280, 8), (4096, 8)])
@@ -71,7 +80,7 @@ def test_compiles_everywhere(chip, dim, heads, stacked):
     _check(chip, 9, dim, heads, delta=dim == 4096, stacked=stacked)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("n", "dim", "heads", "options"),
     [
@@ -86,6 +95,7 @@ def test_compiles_everywhere(chip, dim, heads, stacked):
         (9, 1280, 8, {"delta": True, "return_weights": True}),
         (9, 4096, 8, {"delta": True, "return_weights": True}),
         (9, 1280, 8, {"dtype": "float32"}),
+        (9, 4096, 8, {"dtype": "float16", "delta": True}),
         (9, 16384, 8, {"dtype": "float32", "delta": True}),
         (9, 16384, 128, {}),
         (9, 4096, 8, {"tile": {"rows": 128, "chunk": 5, "sweeps": 2}}),  # more VMEM than the default limit
@@ -95,7 +105,7 @@ def test_compiles_odd_shapes(n, dim, heads, options):
     _check("v5e", n, dim, heads, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("n", "dim", "heads"), [(25, 512, 4), (49, 1024, 8), (73, 1280, 8), (9, 16384, 8)])
 def test_compiles_for_the_smallest_vmem(n, dim, heads):
     """v4 has 16 MiB of it, and half the vector slots."""

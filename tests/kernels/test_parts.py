@@ -79,9 +79,9 @@ def exact(inputs, **options):
 
 SHAPES = [  # sources, sites, leading shape, width, heads
     (5, 3, (2, 7), 64, 4),
-    pytest.param(19, 18, (5,), 48, 3, marks=pytest.mark.slow),  # more of both than one product, or call, takes
-    pytest.param(2, 9, (33,), 160, 1, marks=pytest.mark.slow),  # a head of 128 + 32
-    pytest.param(1, 1, (4,), 32, 2, marks=pytest.mark.slow),
+    pytest.param(19, 18, (5,), 48, 3, marks=pytest.mark.exhaustive),  # more of both than one product, or call, takes
+    pytest.param(2, 9, (33,), 160, 1, marks=pytest.mark.exhaustive),  # a head of 128 + 32
+    pytest.param(1, 1, (4,), 32, 2, marks=pytest.mark.exhaustive),
 ]
 
 
@@ -94,7 +94,9 @@ def test_float32_equals_site_by_site(sources, sites, lead, dim, heads):
     assert max(errors[1:]) <= 1e-5
 
 
-@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+@pytest.mark.parametrize(
+    "implementation", ["triton", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("xla", "pallas_tpu"))]
+)
 @pytest.mark.parametrize(("sources", "sites", "lead", "dim", "heads"), SHAPES)
 def test_bfloat16_is_as_close_to_float64_as_site_by_site(implementation, sources, sites, lead, dim, heads):
     errors = []

@@ -55,12 +55,13 @@ def test_equals_sublayers_that_norm_for_themselves(implementation):
         assert error(a, b) < (1e-5 if i else 1e-6), i
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("n", "lead", "dim", "heads", "block_size", "dtype"),
     [
         (3, (4,), 48, 3, 2, "bfloat16"),  # tiles with features that do not exist
-        pytest.param(6, (5,), 64, 1, 3, "bfloat16", marks=pytest.mark.slow),
-        pytest.param(3, (4,), 64, 2, 2, "float16", marks=pytest.mark.slow),  # the norm is then not the kernel's
+        (6, (5,), 64, 1, 3, "bfloat16"),
+        (3, (4,), 64, 2, 2, "float16"),  # the norm is then not the kernel's
     ],
 )
 def test_kernels_are_as_close_to_float64_as_site_by_site(n, lead, dim, heads, block_size, dtype):

@@ -60,7 +60,7 @@ def check_given(name, **options):
             assert error(grad, z[f"d_{k}"]) < 1e-5, k
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("block_size", [2, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (1, 3, 8))])
 def test_given_stack(block_size):
     check_given("stack_6", block_size=block_size)
 
@@ -71,11 +71,12 @@ def test_given_deep_stack(block_size):
     check_given("stack_24", block_size=block_size)
 
 
+@pytest.mark.exhaustive
 def test_given_stack_site_by_site():
     check_given("stack_6", implementation="reference")
 
 
-@pytest.mark.parametrize("heads", [1, 12])  # H = 1 and H = D
+@pytest.mark.parametrize("heads", [1, pytest.param(12, marks=pytest.mark.exhaustive)])  # H = 1 and H = D
 def test_extreme_head_counts(heads):
     inputs, cotangent = random_stack(4, (3,), 12, heads)
     blocked = value_and_grads(inputs, cotangent, heads=heads, block_size=2)
@@ -110,7 +111,16 @@ def test_repeats_to_the_bit():
     )
 
 
-@pytest.mark.parametrize("name", ["peaked", "mixed_scales", "zero_source", "tiny_values", "twelve_heads"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "peaked",
+        "zero_source",
+        "tiny_values",
+        pytest.param("mixed_scales", marks=pytest.mark.exhaustive),
+        pytest.param("twelve_heads", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_given_sources(name):
     """Sublayers that return given sources whatever they read: the final site is then `depth_route` of those."""
     case = load_case(name)
@@ -233,6 +243,7 @@ def test_one_source_site_has_no_query_gradient_and_the_first_sublayer_has_one():
     assert (jnp.linalg.norm(d_mats, axis=(1, 2)) > 0).all()
 
 
+@pytest.mark.exhaustive
 def test_memory_grows_linearly_with_depth():
     """At L and 2L: histories stacked anew at every site would make it grow fourfold."""
 
@@ -265,7 +276,7 @@ def test_route_and_stack_agree_on_one_site():
     np.testing.assert_array_equal(depth_stack([], [], x, q, num_heads=3), depth_route([x], q[0], num_heads=3))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_depth_of_36_layers():
     """73 sites against the definition in float64: a scan over sites of a masked history, one compilation for all."""
     n, heads = 72, 2

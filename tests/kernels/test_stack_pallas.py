@@ -123,7 +123,7 @@ def test_random_stacks(seed):
 @pytest.mark.parametrize(
     ("n", "dim", "heads", "block_size", "scale"),
     [
-        (5, 16, 2, 2, 3.0),  # a pass of several steps, forward and backward
+        pytest.param(5, 16, 2, 2, 3.0, marks=pytest.mark.exhaustive),  # a pass of several steps, forward and backward
         pytest.param(7, 64, 4, 3, 1.0, marks=pytest.mark.slow),
         pytest.param(7, 64, 4, 3, 30.0, marks=pytest.mark.slow),  # large logits, one weight near one
         pytest.param(6, 320, 2, 2, 3.0, marks=pytest.mark.slow),  # heads of several pieces

@@ -49,11 +49,15 @@ def programs(heads, block_size):
 
 CASES = [  # sublayers, leading shape, width, heads, block size, dtype
     (4, (2, 5), 48, 3, 2, "bfloat16"),  # ragged last block; heads of 16
-    pytest.param(6, (15,), 64, 1, 2, "bfloat16", marks=pytest.mark.slow),  # several of an odd number of tokens together
-    pytest.param(3, (4,), 320, 2, 2, "float16", marks=pytest.mark.slow),  # heads of 128 + 32
-    pytest.param(18, (3,), 32, 2, 17, "bfloat16", marks=pytest.mark.slow),  # a block beyond the rows of one product
-    pytest.param(17, (4,), 24, 1, 1, "bfloat16", marks=pytest.mark.slow),  # more sources than one step
-    pytest.param(5, (7,), 300, 1, 3, "bfloat16", marks=pytest.mark.slow),  # a head of several chunks
+    pytest.param(
+        6, (15,), 64, 1, 2, "bfloat16", marks=pytest.mark.exhaustive
+    ),  # several of an odd number of tokens together
+    pytest.param(3, (4,), 320, 2, 2, "float16", marks=pytest.mark.exhaustive),  # heads of 128 + 32
+    pytest.param(
+        18, (3,), 32, 2, 17, "bfloat16", marks=pytest.mark.exhaustive
+    ),  # a block beyond the rows of one product
+    pytest.param(17, (4,), 24, 1, 1, "bfloat16", marks=pytest.mark.exhaustive),  # more sources than one step
+    pytest.param(5, (7,), 300, 1, 3, "bfloat16", marks=pytest.mark.exhaustive),  # a head of several chunks
 ]
 
 
@@ -154,7 +158,7 @@ def test_sharded_gradients_equal_unsharded_ones():
 
 
 @pytest.mark.parametrize(
-    "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
+    "capability", [pytest.param(80, marks=pytest.mark.exhaustive), 90, pytest.param(100, marks=pytest.mark.exhaustive)]
 )
 def test_the_gpu_compiler_takes_every_kernel(capability):
     """The width that does not divide into powers of two; what is spilled is little and known (README.md)."""

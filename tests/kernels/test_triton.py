@@ -38,8 +38,8 @@ class TestTriton(RouteContract):
     @pytest.mark.parametrize(
         "tile",
         [
-            pytest.param({"sources": 1, "width": 1}, marks=pytest.mark.slow),
-            {"sources": 8, "width": 16, "ahead": 2},
+            pytest.param({"sources": 1, "width": 1}, marks=pytest.mark.exhaustive),
+            pytest.param({"sources": 8, "width": 16, "ahead": 2}, marks=pytest.mark.exhaustive),
             {"sources": 2, "width": 32, "warps": 2, "stages": 1, "programs": 1},  # wider than a head: masked
         ],
     )
@@ -70,11 +70,19 @@ class TestTriton(RouteContract):
             jax.tree.map(np.asarray, self.run(case, as_sequence=True)), jax.tree.map(np.asarray, self.run(case))
         )
 
+    @pytest.mark.exhaustive
     def test_more_arrays_than_a_kernel_takes_are_stacked(self):
         n = triton_launch.POINTER_COUNTS[-1] + 1
         self.check(random_case(n, (1,), 8, 1), as_sequence=True)
 
-    @pytest.mark.parametrize(("dtype", "query_scale"), [("bfloat16", 1.0), ("bfloat16", 5.0), ("float16", 3.0)])
+    @pytest.mark.parametrize(
+        ("dtype", "query_scale"),
+        [
+            ("bfloat16", 5.0),
+            pytest.param("bfloat16", 1.0, marks=pytest.mark.exhaustive),
+            pytest.param("float16", 3.0, marks=pytest.mark.exhaustive),
+        ],
+    )
     def test_half_precision_errors_are_no_larger_than_those_of_xla(self, dtype, query_scale):
         """Apart from noise of float32 size. Without the kept rest of the mix, the query's gradient is off by 1e-3."""
         case = random_case(9, (16,), 128, 4, dtype=dtype, query_scale=query_scale)

@@ -17,16 +17,19 @@ from mhar_kernels.triton_resources import example, resources
 MODELS = [(9, 512, 4), (9, 1024, 8), (9, 1280, 8), (9, 4096, 8)]  # the paper's three widths, and 8B
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=SLOW), 90, pytest.param(100, marks=SLOW)])
+@pytest.mark.parametrize(
+    "capability", [pytest.param(80, marks=pytest.mark.exhaustive), 90, pytest.param(100, marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("n", "dim", "heads"), MODELS)
-def test_compiles_to_machine_code_without_spills(n, dim, heads, direction, capability):
+def test_compiles_to_machine_code_without_spills(n, dim, heads, direction, capability, record_property):
     delta = dict(has_null=True, has_residual=True, has_gate=True) if dim == 4096 else {}
     found = resources(example(n, dim, heads, stacked=False, **delta), direction, capability)
-    print(f"sm_{capability} {direction} {n} x {dim}, {heads} heads: {found}")
+    record_property(
+        "measured",
+        f"sm_{capability:<3} {direction:8} {n} x {dim:4}, {heads} heads: {found.registers:3} registers, "
+        f"{found.shared:5} bytes shared, {found.spilled} spilled, {found.warps} warps",
+    )
     assert found.size > 0
     assert found.spilled == 0
     assert found.shared <= 48 * 1024

@@ -43,7 +43,7 @@ def test_llama_31_scaling_case_by_case():
     assert seen == {"low", "high", "between"}
 
 
-@pytest.mark.parametrize("variant", ["mhar", "delta_block"])
+@pytest.mark.parametrize("variant", ["mhar", pytest.param("delta_block", marks=pytest.mark.exhaustive)])
 def test_packed_documents_equal_separate_ones(variant):
     """Two documents in one row, with segments and positions of their own, as if each had a row to itself."""
     run = scrambled(variant)

@@ -13,10 +13,10 @@ from model_helpers import TOKENS, build, jit, mean_loss, pure, relative, scrambl
     [
         ("mhar", "dots"),
         ("mhar", "sublayer"),
-        ("mhar", "sources"),
+        pytest.param("mhar", "sources", marks=pytest.mark.exhaustive),
         ("mhar", "layer"),
-        ("delta_block", "layer"),
-        pytest.param("mhar_headwise", "layer", marks=pytest.mark.slow),
+        pytest.param("delta_block", "layer", marks=pytest.mark.exhaustive),
+        pytest.param("mhar_headwise", "layer", marks=pytest.mark.exhaustive),
         pytest.param("block_mhar", "sources", marks=pytest.mark.slow),
     ],
 )

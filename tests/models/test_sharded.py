@@ -35,6 +35,7 @@ def test_gradients_equal_one_device(variant):
         assert relative(a, b) < 2e-5 or float(np.linalg.norm(b)) < 1e-6, path
 
 
+@pytest.mark.exhaustive
 def test_kernels_route_shard_by_shard(monkeypatch):
     """The path of kernels under a mesh: each device its own rows, parameter gradients summed once."""
     rng = np.random.default_rng(0)

@@ -73,6 +73,7 @@ def test_variants_at_one_seed_see_the_same_batches_and_seeds_do_not():
     assert digest("d512-additive-s0")["train"] != digest("d512-additive-s1")["train"]
 
 
+@pytest.mark.exhaustive
 def test_results_are_paired_and_hold_what_the_weights_showed(out):
     results = read_results(out)
     hyper, single = results["d512-hyper_connections-s0"], results["d512-attention_residuals-s0"]

@@ -154,6 +154,7 @@ def test_a_report_of_half_a_sweep_says_what_is_missing(tmp_path):
         write_report(sweep, baseline="variant=delta")
 
 
+@pytest.mark.exhaustive
 def test_the_same_losses_give_the_same_bytes(tmp_path):
     contents = []
     for name in ("a", "b"):

@@ -2,9 +2,12 @@
 
 import pathlib
 
+import pytest
+
 from tests.training import crash
 
 
+@pytest.mark.exhaustive
 def test_kills_inside_saves_and_elsewhere_change_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(crash, "KINDS", ("save", "step"))
     lives = crash.crash(tmp_path, kills=2, steps=12, seed=3, say=lambda line: None)

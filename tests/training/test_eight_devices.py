@@ -52,6 +52,7 @@ def check(tools, variant, meshes, **changes):
             assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b), (sizes, name)
 
 
+@pytest.mark.exhaustive
 def test_additive_on_each_axis_and_all(tools):
     check(tools, "additive", [(1, 8, 1), (1, 1, 8), (2, 2, 2)])
 
@@ -80,6 +81,7 @@ def test_no_device_holds_all_logits(tools):
     assert not shapes & {"8,24,32", "16,24,32", "8,24,384", "16,24,384", "192,384", "384,384"}
 
 
+@pytest.mark.exhaustive
 def test_a_whole_run(here, there, tools, tmp_path):
     run_dir = tmp_path / "run"
     # Warnings of the compiler are shown, and programs are not taken from the cache.

@@ -59,5 +59,6 @@ def test_eight_four_two_one_and_eight_devices(part, tools, tmp_path, megabytes):
     check(part, tools, tmp_path, chain, f"--data.tokenize_at_start_mb={megabytes}")
 
 
+@pytest.mark.exhaustive
 def test_four_devices_and_one(part, tools, tmp_path):
     check(part, tools, tmp_path, ((4, 5), (1, 10)))
