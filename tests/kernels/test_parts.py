@@ -109,7 +109,8 @@ def test_bfloat16_is_as_close_to_float64_as_site_by_site(implementation, sources
         truth = exact(inputs, heads=heads)
         errors.append([[error(a, b) for a, b in zip(r, truth, strict=True)] for r in results])
     parts, plain = np.mean(errors, axis=0)
-    assert (parts[:2] <= 1.25 * plain[:2]).all(), (parts, plain)
+    assert parts[0] <= 1.25 * plain[0], (parts, plain)
+    assert parts[1] <= max(1.25 * plain[1], 3e-3), (parts, plain)  # at one site, plain rounds once and parts twice
     assert (parts[2:] <= 3e-3).all(), parts
 
 
