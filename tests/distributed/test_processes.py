@@ -94,6 +94,7 @@ def test_two_processes_equal_one_and_survive_a_lost_one(launch, alone, tmp_path)
         (2, 2, ["--mesh.data=2", "--mesh.fsdp=2"]),
         (4, 1, ["--mesh.data=1", "--mesh.fsdp=4"]),
         (4, 1, ["--mesh.data=2", "--mesh.tensor=2"]),  # two processes share their rows
+        (4, 1, ["--mesh.data=2", "--mesh.context=2"]),  # and their rows' sequences are split
         (2, 1, ["--mesh.data=1", "--mesh.tensor=2", "--data.tokenize_at_start_mb=0"]),
     ],
 )

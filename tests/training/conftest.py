@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from mhar_jax.config import Config, make_config
 from mhar_jax.config.schema import MeshConfig
-from mhar_jax.sharding import AXES, make_mesh
+from mhar_jax.sharding import make_mesh
 from mhar_jax.training import loop, main
 from mhar_jax.training.step import Trainer, make_trainer
 
@@ -99,10 +99,10 @@ class Tools:
         """The tiny run with nested changes; the vocabulary is the bytes'."""
         return make_config(merged(merged(TINY, {"model": {"vocab_size": 384}}), changes))
 
-    def trainer(self, config: Config, sizes: tuple[int, int, int] = (1, 1, 1)) -> Trainer:
-        """Compiled once for each config and mesh."""
-        devices = jax.devices()[: math.prod(sizes)]
-        return shared_trainer(config, make_mesh(MeshConfig(**dict(zip(AXES, sizes, strict=True))), devices))
+    def trainer(self, config: Config, sizes: tuple[int, ...] = (1, 1, 1)) -> Trainer:
+        """Compiled once for each config and mesh; sizes: data, fsdp, tensor and, if not 1, context."""
+        devices, names = jax.devices()[: math.prod(sizes)], ("data", "fsdp", "tensor", "context")
+        return shared_trainer(config, make_mesh(MeshConfig(**dict(zip(names, sizes, strict=False))), devices))
 
     def tokens(self, trainer: Trainer, seed: int = 0) -> jax.Array:
         """A random batch, below 257."""

@@ -49,7 +49,7 @@ TINY: dict[str, Any] = {
     },
     "data": {"path": None, "format": "auto", "tokenizer": "bytes", "held_out": 0.05, "shuffle": True, "prefetch": 2},
     "optimizer": {"peak_lr": 1e-3, "warmup_steps": 1, "beta1": 0.9, "clip_norm": 1.0, "accumulate": 1, "ema": 0.0},
-    "mesh": {"data": -1, "fsdp": 1, "tensor": 1},
+    "mesh": {"data": -1, "fsdp": 1, "context": 1, "tensor": 1},
     "eval": {"every": 0, "batches": 1},
     "checkpoint": {"every": 0, "keep": 1, "resume": True},
     "log": {"every": 1, "tensorboard": False, "profile_steps": None},
