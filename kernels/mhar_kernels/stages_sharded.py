@@ -37,8 +37,8 @@ class TokenShards:
         mesh = jax.sharding.get_abstract_mesh()
         if not token_axes or mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
             return None
-        plain = all(isinstance(axis, str) for axis in token_axes)
-        by_axis = (tuple(token_axes),) if plain else tuple(map(tuple, token_axes))
+        names = tuple(axis for axis in token_axes if isinstance(axis, str))
+        by_axis = (names,) if names else tuple(tuple(axes) for axes in token_axes)
         named = [axis for axes in by_axis for axis in axes]
         if missing := set(named) - set(mesh.axis_names):
             raise ValueError(f"token_axes must be axes of the mesh, {mesh.axis_names}, got {sorted(missing)}")

@@ -93,11 +93,12 @@ def _over_context(mesh, implementation, q, k, v, causal, segment_ids):
         kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, P(None, _LENGTH)))
 
     def own(kernel, q, k, v, ids):
-        k, v, all_ids = gather(k), gather(v), None if ids is None else gather(ids)
+        k, v = gather(k), gather(v)
+        all_ids = None if ids is None else gather(ids)
         if kernel is not None:
             return _splash(kernel, q, k, v, ids, all_ids)
         first = jax.lax.axis_index(_LENGTH) * q.shape[1]
-        mask = None if ids is None else (ids[:, :, None] == all_ids[:, None, :])[:, None]
+        mask = None if all_ids is None else (ids[:, :, None] == all_ids[:, None, :])[:, None]
         if causal:
             seen = (first + jnp.arange(q.shape[1]))[:, None] >= jnp.arange(k.shape[1])
             mask = seen[None, None] if mask is None else mask & seen

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from tests.distributed.conftest import losses, wait_for_step
+from tests.commands import losses, wait_for_step
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -114,7 +114,7 @@ def test_processes_equal_one(launch, alone, tmp_path, count, devices, mesh):
 def test_the_coordinator_is_lost(launch, tmp_path):
     run_dir = tmp_path / "run"
     run = launch(2, f"--run_dir={run_dir}", "--steps=4000", "--eval.every=0", "--checkpoint.every=0")
-    wait_for_step(run_dir, 3, run)
+    wait_for_step(run_dir, 3, *run.processes)
     run.processes[0].kill()
     code, _, err = run.wait(60)[1]
     assert code == 3, err
@@ -127,7 +127,7 @@ def test_a_process_that_stands_still(launch, tmp_path):
     run_dir = tmp_path / "run"
     more = ("--steps=4000", "--eval.every=0", "--checkpoint.every=0", "--peer_timeout=5")
     run = launch(2, f"--run_dir={run_dir}", *more)
-    wait_for_step(run_dir, 3, run)
+    wait_for_step(run_dir, 3, *run.processes)
     run.processes[1].send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     out, err = run.processes[0].communicate(timeout=60)
@@ -141,7 +141,7 @@ def test_a_process_that_stands_still(launch, tmp_path):
 def test_a_signal_to_one_saves_and_ends_all(launch, tmp_path):
     run_dir = tmp_path / "run"
     run = launch(2, f"--run_dir={run_dir}", "--steps=4000", "--eval.every=0", "--checkpoint.every=0")
-    wait_for_step(run_dir, 3, run)
+    wait_for_step(run_dir, 3, *run.processes)
     run.processes[1].terminate()
     ends = run.wait(60)
     assert [end[0] for end in ends] == [0, 0], ends

@@ -97,6 +97,7 @@ def test_a_whole_run(here, there, tools, tmp_path):
     assert outcome.code == 0, outcome.err
     assert "rematerialization" not in outcome.err, "the partitioner gathers an array because it knows no other way"
     assert "8 x cpu (cpu), mesh data=2, fsdp=2, context=1, tensor=2" in outcome.out
+    assert re.search(r"^step compiled in [\d.]+ s$", outcome.out, re.MULTILINE)
     assert (run_dir / "routing.png").stat().st_size > 1000
     one = tmp_path / "one"
     assert here(f"--run_dir={one}").code == 0
