@@ -63,16 +63,16 @@ def attention(
         )
     elif (reason := _UNSUPPORTED[implementation](q, k, segment_ids)) is not None:
         raise UnsupportedInputError(f"{implementation} attention cannot run this call: {reason}")
-    if (mesh := _mesh_of_lengths(q, k)) is not None:
+    if (mesh := partitioned_mesh()) is not None and _ways(q, k) > 1:
         return _over_context(mesh, implementation, q, k, v, causal, segment_ids)
     return _IMPLEMENTATIONS[implementation](q, k, v, causal, segment_ids)
 
 
-def _mesh_of_lengths(q: jax.Array, k: jax.Array) -> AbstractMesh | None:
-    """The mesh in scope where it splits the sequences of q and k."""
+def _ways(q: jax.Array, k: jax.Array) -> int:
+    """Into how many parts the mesh in scope splits the sequences of q and k."""
     mesh = partitioned_mesh()
     ways = 1 if mesh is None else mesh.shape.get(_LENGTH, 1)
-    return None if ways == 1 or q.shape[1] % ways or k.shape[1] % ways else mesh
+    return 1 if q.shape[1] % ways or k.shape[1] % ways else ways
 
 
 def _part(mesh: AbstractMesh, k: jax.Array, length: str | None) -> P:
@@ -140,8 +140,9 @@ def _cudnn_unsupported(q, k, segment_ids) -> str | None:
         return f"cuDNN attention takes bfloat16 or float16, got {q.dtype.name}; 'xla' takes float32"
     if q.shape[-1] % 8 or q.shape[-1] > 256:
         return f"cuDNN attention needs a head_dim that is a multiple of 8 and at most 256, got {q.shape[-1]}; use 'xla'"
-    if segment_ids is not None and (q.shape[1] % 2 or k.shape[1] % 2):
-        return f"cuDNN attention with segments needs an even sequence length, got {q.shape[1]}; use 'xla'"
+    own, masked = q.shape[1] // _ways(q, k), segment_ids is not None or _ways(q, k) > 1
+    if masked and (own % 2 or k.shape[1] % 2):
+        return f"cuDNN attention with segments or a context axis needs an even sequence length, got {own}; use 'xla'"
     return None
 
 
@@ -189,8 +190,7 @@ def _splash_kernel(heads: int, q_length: int, kv_length: int, causal: bool, leng
 def _tpu_flash_unsupported(q, k, segment_ids) -> str | None:
     if current_platform() != "tpu":
         return f"splash attention needs a TPU, this is {current_platform()}; 'xla' runs everywhere"
-    mesh = _mesh_of_lengths(q, k)
-    own = q.shape[1] // (1 if mesh is None else mesh.shape[_LENGTH])
+    own = q.shape[1] // _ways(q, k)
     if own % 128 or k.shape[1] % 128:
         return (
             f"splash attention needs sequence lengths that are multiples of 128, got {own} and {k.shape[1]}; use 'xla'"
