@@ -107,7 +107,7 @@ def depth_stack(
             )
 
         if shards is not None:
-            route = shards.map(route, (shards.tokens, P(), P()), shards.tokens)
+            route = shards.differentiable(route, (shards.tokens, P(), P()), shards.tokens)
         return route(sources, queries[i], None if norm_scales is None else norm_scales[i])
 
     stages, size = choose_stages(implementation, interpret, x, num_heads, n + 1, block_size)

@@ -37,9 +37,7 @@ def embed(table: jax.Array, tokens: jax.Array, dtype: str) -> jax.Array:
         return jax.lax.all_to_all(rows, width_axis, 0, 2, tiled=True) if width_axis else rows
 
     split = P(batch, length)
-    return jax.shard_map(own, in_specs=(P(vocab_axis, width_axis), split), out_specs=split, check_vma=False)(
-        table, tokens
-    )
+    return jax.shard_map(own, in_specs=(P(vocab_axis, width_axis), split), out_specs=split)(table, tokens)
 
 
 def _is_uneven(tokens: jax.Array, mesh, axes) -> bool:

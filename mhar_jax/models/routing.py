@@ -120,5 +120,7 @@ def route_under_mesh(
     lead = sources[0].shape[:-1]
     tokens = P(*(axes if n % w == 0 else None for axes, w, n in zip(split, ways, lead, strict=False)))
     out = (tokens, P(None, *tokens)) if return_weights else tokens
-    sharded = jax.shard_map(route, in_specs=(tokens, P(), tokens), out_specs=out, check_vma=False)
+    # Without the check of what varies, cotangents would be summed over axes that do not split tokens (tensor): a source
+    # sent at each site, for what every device has already.
+    sharded = jax.shard_map(route, in_specs=(tokens, P(), tokens), out_specs=out)
     return sharded(list(sources), row, residual)
