@@ -53,9 +53,17 @@ def sites_at_once(block_size: int) -> int:
 
 
 def pull_call(
-    geometry: Geometry, buffers: Buffers, later: Cotangents, queries: jax.Array, block: range, chunk: int
+    geometry: Geometry,
+    buffers: Buffers,
+    later: Cotangents,
+    queries: jax.Array,
+    block: range,
+    chunk: int,
+    row: int | None = None,
 ) -> tuple[Pulled, jax.Array]:
     """One pass over all sites behind a full block, `chunk` (a divisor of S) at a time, for all its sources.
+
+    row: where the first of those sites is in what has a row a site, a multiple of `chunk`; None: at its number.
 
     Returns:
       What they give to the sources' gradients, and partial sums of the query gradient [cores, sites + rest, D] float32
@@ -123,7 +131,7 @@ def pull_call(
 
     first = lambda at, step: at
     whole = lambda at, step: 0
-    sites_from = lambda step: block.stop // chunk + step
+    sites_from = lambda step: (block.stop if row is None else row) // chunk + step
     behind = queries[block.stop :]
     if ragged:
         behind = jnp.pad(behind, ((0, chunk - ragged), (0, 0), (0, 0)))

@@ -57,16 +57,30 @@ class Stages(Protocol):
         """What the sources before the block give to the mixes of all its sites: one pass over them."""
 
     def merge(
-        self, plan: Plan, history: Any, site: int, source: jax.Array, outside: Any, norm: jax.Array | None
-    ) -> tuple[Any, jax.Array, jax.Array | None]:
+        self,
+        plan: Plan,
+        history: Any,
+        site: int,
+        source: jax.Array,
+        outside: Any,
+        norm: jax.Array | None,
+        fresh: bool = True,
+    ) -> tuple[Any, jax.Array, Any]:
         """Source `site` enters the history, and the site's mix over sources 0 to `site` is finished.
 
         outside: of `mix` for the site's block, or None in the first block.
         norm: scale [D] float32 of the RMSNorm that the mix goes through, or None.
+        fresh: False where the source is in the history already, and is only read once more.
 
-        Returns: the history; what is read at the site [..., D], the mix through its norm; and what else `finish` needs,
-        None where it takes all from what is read.
+        Returns: the history; what is read at the site [..., D], the mix through its norm; and what else `finish` needs
+        of this site, a pytree of the backend's own.
         """
+
+    def again(self, plan: Plan, history: Any, after: jax.Array) -> Any:
+        """The history of a forward pass that kept only its sources, for another one that waits for `after`."""
+
+    def source(self, plan: Plan, history: Any, site: int, like: jax.Array) -> jax.Array:
+        """Source `site` of a history, as an array like `like`."""
 
     def begin(self, plan: Plan, history: Any) -> Any:
         """The empty backward history."""
@@ -81,7 +95,7 @@ class Stages(Protocol):
         later: Any,
         site: int,
         read: jax.Array,
-        kept: jax.Array | None,
+        kept: Any,
         cotangent: jax.Array,
         outside: Any,
         norm: jax.Array | None,
@@ -98,12 +112,15 @@ class Stages(Protocol):
 
 
 class _Kept(NamedTuple):
-    """What the forward pass keeps: of a site what was read and what else `finish` needs, of a sublayer its vjp."""
+    """What the forward pass keeps: of a site what was read and what else `finish` needs, of a sublayer its vjp.
+
+    Where only sources are kept, the lists are empty until the backward pass makes them again, a block at a time.
+    """
 
     history: Any
-    reads: list[jax.Array]
-    extras: list[jax.Array | None]
-    vjps: list[Any]
+    reads: dict[int, jax.Array]
+    extras: dict[int, Any]
+    vjps: dict[int, Any]
     norms: list[jax.Array] | None
 
 
@@ -127,8 +144,8 @@ def run(
         return forward(plan, stages, params, x, queries, low, norms)
 
     stack.defvjp(
-        lambda *inputs: _forward(plan, stages, *inputs),
-        lambda kept, d_out: _backward(plan, stages, kept, d_out),
+        lambda *inputs: _run_forward(plan, stages, *inputs),
+        lambda kept, d_out: _backward(plan, stages, kept[0], kept[1], d_out),
     )
     return stack(list(params), x, queries, low, norms)
 
@@ -138,51 +155,82 @@ def forward(plan: Plan, stages: Stages, params, x, queries, low, norms) -> jax.A
     return _forward(plan._replace(keep=False), stages, params, x, queries, low, norms)[0]
 
 
+def _run_forward(plan: Plan, stages: Stages, params, x, queries, low, norms):
+    """The result and what `_backward` takes: what was kept, and the sublayers' parameters where they run again."""
+    if plan.remat != "sources":
+        out, kept = _forward(plan, stages, params, x, queries, low, norms)
+        return out, (kept, None)
+    out, kept = _forward(plan._replace(keep=False), stages, params, x, queries, low, norms)
+    return out, (kept._replace(reads={}, extras={}), params)
+
+
 def _forward(plan: Plan, stages: Stages, params, x, queries, low, norms) -> tuple[jax.Array, _Kept]:
     history, source = stages.start(plan, x, queries, low), x
-    kept = _Kept(None, [], [], [], None if norms is None else list(jax.lax.unstack(norms)))
+    kept = _Kept(history, {}, {}, {}, None if norms is None else list(jax.lax.unstack(norms)))
     for block in plan.blocks():
-        outside = stages.mix(plan, history, block) if block.start else None
+        outside = stages.mix(plan, kept.history, block) if block.start else None
         for site in block:
-            norm = None if kept.norms is None else kept.norms[site]
-            history, read, extra = stages.merge(plan, history, site, source, outside, norm)
-            kept.reads.append(read)
-            kept.extras.append(extra)
+            kept = _merge(plan, stages, kept, site, source, outside)
             if site == len(plan.sublayers):
                 break
             sublayer = plan.sublayers[site]
             if plan.keep:
                 run_sublayer = sublayer if plan.remat == "none" else jax.checkpoint(sublayer)
-                source, vjp = jax.vjp(run_sublayer, params[site], read)
-                kept.vjps.append(vjp)
+                source, kept.vjps[site] = jax.vjp(run_sublayer, params[site], kept.reads[site])
             else:
-                source = sublayer(params[site], read)
+                source = sublayer(params[site], kept.reads[site])
             check_output(site, source, x)
     assert len(kept.reads) == plan.num_sites
-    return kept.reads[-1], kept._replace(history=history)
+    return kept.reads[plan.num_sites - 1], kept
 
 
-def _backward(plan: Plan, stages: Stages, kept: _Kept, d_out: jax.Array):
-    history, later = kept.history, stages.begin(plan, kept.history)
+def _merge(
+    plan: Plan, stages: Stages, kept: _Kept, site: int, source: jax.Array, outside: Any, fresh: bool = True
+) -> _Kept:
+    """A site is read; what the backward pass needs of it is kept."""
+    norm = None if kept.norms is None else kept.norms[site]
+    history, kept.reads[site], kept.extras[site] = stages.merge(plan, kept.history, site, source, outside, norm, fresh)
+    return kept._replace(history=history)
+
+
+def _backward(plan: Plan, stages: Stages, kept: _Kept, params: list[Any] | None, d_out: jax.Array):
+    """params: of the sublayers, where only sources were kept; None: their vjps were."""
+    later = stages.begin(plan, kept.history)
     d_params: list[Any] = [None] * len(plan.sublayers)
     d_norms: list[Any] = [None] * plan.num_sites
-    cotangent, d_source = d_out, d_out  # of what was read at the site at hand, of the source at hand
+    cotangent, d_source = d_out, d_out  # of what was read at the site at hand, of the source behind it
     for block in reversed(plan.blocks()):
+        if params is not None:
+            kept = _read_again(plan, stages, kept, block, d_source)
         outside = None
         if block.stop < plan.num_sites:
-            later, outside = stages.pull(plan, history, later, block)
+            later, outside = stages.pull(plan, kept.history, later, block)
         for site in reversed(block):
+            if site < len(plan.sublayers):
+                if params is not None:
+                    vjp = jax.vjp(plan.sublayers[site], params[site], kept.reads[site])[1]
+                else:
+                    vjp = kept.vjps[site]
+                d_params[site], cotangent = vjp(d_source)
             # Source `site` is read by the sites from its own on, and the cotangents of all of them are here now.
             read, extra = kept.reads[site], kept.extras[site]
             norm = None if kept.norms is None else kept.norms[site]
             later, d_source, d_norms[site] = stages.finish(
-                plan, history, later, site, read, extra, cotangent, outside, norm
+                plan, kept.history, later, site, read, extra, cotangent, outside, norm
             )
-            if site:
-                d_params[site - 1], cotangent = kept.vjps[site - 1](d_source)
     # Site 0 reads one source, whose weight is 1 whatever the query.
-    d_queries = stages.query_gradient(plan, history, later).at[0].set(0.0)
+    d_queries = stages.query_gradient(plan, kept.history, later).at[0].set(0.0)
     return d_params, d_source, d_queries, None, None if kept.norms is None else jax.numpy.stack(d_norms)
+
+
+def _read_again(plan: Plan, stages: Stages, kept: _Kept, block: range, after: jax.Array) -> _Kept:
+    """The reads of a block's sites once more, from the sources; not before `after` exists, or it would save nothing."""
+    kept = kept._replace(history=stages.again(plan, kept.history, after), reads={}, extras={})
+    outside = stages.mix(plan, kept.history, block) if block.start else None
+    for site in block:
+        source = stages.source(plan, kept.history, site, after)
+        kept = _merge(plan, stages, kept, site, source, outside, fresh=False)
+    return kept
 
 
 def check_output(site: int, output: jax.Array, x: jax.Array) -> None:

@@ -34,7 +34,7 @@ def depth_stack(
     pre_norms: jax.Array | None = None,
     pre_norm_eps: float | None = None,
     block_size: int | None = None,
-    remat: Literal["none", "sublayer"] = "none",
+    remat: Literal["none", "sublayer", "sources"] = "none",
     implementation: str | None = None,
     interpret: bool = False,
     token_axes: TokenAxes = (),
@@ -61,7 +61,8 @@ def depth_stack(
         mixes are passed on as they are.
       pre_norm_eps: added to the mean square of the mixes; None: eps.
       block_size: sites a depth block; has no effect on the result beyond rounding. None: chosen.
-      remat: "none", or "sublayer": the insides of each sublayer are computed again in the backward pass, from its mix.
+      remat: what the backward pass computes again. "none"; "sublayer": the insides of each sublayer, from its mix;
+        "sources": the mixes, too, so that of a sublayer only what it returned is kept.
       implementation, interpret: as in `depth_route`.
       token_axes: axes of the mesh in scope that split x's first axis, or for each leading axis those that split it, as
         (("data",), ("context",)). The compiler cannot partition a kernel: given these, each device runs it on its own
@@ -88,8 +89,8 @@ def depth_stack(
             )
     if block_size is not None and block_size < 1:
         raise ValueError(f"block_size must be at least 1, got {block_size}")
-    if remat not in ("none", "sublayer"):
-        raise ValueError(f"remat must be 'none' or 'sublayer', got {remat!r}")
+    if remat not in ("none", "sublayer", "sources"):
+        raise ValueError(f"remat must be 'none', 'sublayer' or 'sources', got {remat!r}")
 
     norm_eps = eps if pre_norm_eps is None else pre_norm_eps
     shards = TokenShards.of(token_axes, x)
@@ -121,10 +122,18 @@ def depth_stack(
     def read(i: int, sources: list[jax.Array]) -> jax.Array:
         return pre_norm.apply(site(i, sources), None if pre_norms is None else pre_norms[i], norm_eps)
 
+    def step(i: int) -> Callable:
+        """From sources and parameters to the next source."""
+        if remat == "none" or inference:
+            return lambda sources, p: sublayers[i](p, read(i, sources))
+        if remat == "sources":
+            return jax.checkpoint(lambda sources, p: sublayers[i](p, read(i, sources)))
+        run = jax.checkpoint(sublayers[i])
+        return lambda sources, p: run(p, read(i, sources))
+
     sources = [x]
-    for i, (sublayer, p) in enumerate(zip(sublayers, params, strict=True)):
-        run = jax.checkpoint(sublayer) if remat == "sublayer" and not inference else sublayer
-        out = run(p, read(i, sources))
+    for i, p in enumerate(params):
+        out = step(i)(sources, p)
         schedule.check_output(i, out, x)
         sources.append(out)
     return read(n, sources)

@@ -80,7 +80,13 @@ def mix(plan: Plan, history: History, block: range) -> Partial:
 
 
 def merge(
-    plan: Plan, history: History, site: int, source: jax.Array, outside: Partial | None, norm: jax.Array | None
+    plan: Plan,
+    history: History,
+    site: int,
+    source: jax.Array,
+    outside: Partial | None,
+    norm: jax.Array | None,
+    fresh: bool = True,
 ) -> tuple[History, jax.Array, jax.Array]:
     """See `schedule.Stages`."""
     g = _geometry(plan, source)
@@ -88,6 +94,17 @@ def merge(
     buffers, out = _merge(g, position, history.buffers, history.queries, site, _flat(g, source), outside)
     mixed = _like(out, source)
     return history._replace(buffers=buffers), pre_norm.apply(mixed, norm, plan.norm_eps), mixed
+
+
+def again(plan: Plan, history: History, after: jax.Array) -> History:
+    """See `schedule.Stages`."""
+    queries, _ = jax.lax.optimization_barrier((history.queries, after))
+    return history._replace(queries=queries)
+
+
+def source(plan: Plan, history: History, site: int, like: jax.Array) -> jax.Array:
+    """See `schedule.Stages`."""
+    return _like(history.buffers.sources[site].T, like)
 
 
 def begin(plan: Plan, history: History) -> Later:
@@ -109,13 +126,12 @@ def finish(
     later: Later,
     site: int,
     read: jax.Array,
-    kept: jax.Array | None,
+    kept: jax.Array,
     cotangent: jax.Array,
     outside: Pulled | None,
     norm: jax.Array | None,
 ) -> tuple[Later, jax.Array, jax.Array | None]:
     """See `schedule.Stages`."""
-    assert kept is not None  # the mix
     cotangent, d_norm = pre_norm.pull(kept, norm, plan.norm_eps, cotangent)
     g, block = _geometry(plan, kept), plan.block_of(site)
     cotangents, d_source, d_query = _finish(

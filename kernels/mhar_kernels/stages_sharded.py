@@ -93,19 +93,39 @@ class ShardedStages:
         return self._each(lambda history: _stack(self.stages.mix(plan, _own(history), block)))(history)
 
     def merge(
-        self, plan: Plan, history: Any, site: int, source: jax.Array, outside: Any, norm: jax.Array | None
-    ) -> tuple[Any, jax.Array, jax.Array | None]:
+        self,
+        plan: Plan,
+        history: Any,
+        site: int,
+        source: jax.Array,
+        outside: Any,
+        norm: jax.Array | None,
+        fresh: bool = True,
+    ) -> tuple[Any, jax.Array, Any]:
         """See `schedule.Stages`."""
 
         def run(history: Any, source: jax.Array, outside: Any, norm: jax.Array | None) -> tuple[Any, ...]:
-            history, *reads = self.stages.merge(plan, _own(history), site, source, _own(outside), norm)
-            return _stack(history), *reads
+            history, read, kept = self.stages.merge(plan, _own(history), site, source, _own(outside), norm, fresh)
+            return _stack(history), read, _stack(kept)
 
         devices, tokens = self.shards.devices, self.shards.tokens
-        result: tuple[Any, jax.Array, jax.Array | None] = self.shards.map(
-            run, (devices, tokens, devices, P()), (devices, tokens, tokens)
+        result: tuple[Any, jax.Array, Any] = self.shards.map(
+            run, (devices, tokens, devices, P()), (devices, tokens, devices)
         )(history, source, outside, norm)
         return result
+
+    def again(self, plan: Plan, history: Any, after: jax.Array) -> Any:
+        """See `schedule.Stages`."""
+        run = lambda history, after: _stack(self.stages.again(plan, _own(history), after))
+        devices = self.shards.devices
+        return self.shards.map(run, (devices, self.shards.tokens), devices)(history, after)
+
+    def source(self, plan: Plan, history: Any, site: int, like: jax.Array) -> jax.Array:
+        """See `schedule.Stages`."""
+        run = lambda history, like: self.stages.source(plan, _own(history), site, like)
+        tokens = self.shards.tokens
+        source: jax.Array = self.shards.map(run, (self.shards.devices, tokens), tokens)(history, like)
+        return source
 
     def begin(self, plan: Plan, history: Any) -> Any:
         """See `schedule.Stages`."""
@@ -123,7 +143,7 @@ class ShardedStages:
         later: Any,
         site: int,
         read: jax.Array,
-        kept: jax.Array | None,
+        kept: Any,
         cotangent: jax.Array,
         outside: Any,
         norm: jax.Array | None,
@@ -131,15 +151,15 @@ class ShardedStages:
         """See `schedule.Stages`."""
 
         def run(own: Any, by_token: Any, norm: jax.Array | None) -> tuple[Any, ...]:
-            (history, later, outside), (read, kept, cotangent) = own, by_token
+            (history, later, kept, outside), (read, cotangent) = own, by_token
             later, d_source, d_norm = self.stages.finish(
-                plan, _own(history), _own(later), site, read, kept, cotangent, _own(outside), norm
+                plan, _own(history), _own(later), site, read, _own(kept), cotangent, _own(outside), norm
             )
             return _stack(later), d_source, _stack(d_norm)
 
         devices, tokens = self.shards.devices, self.shards.tokens
         later, d_source, d_norm = self.shards.map(run, (devices, tokens, P()), (devices, tokens, devices))(
-            (history, later, outside), (read, kept, cotangent), norm
+            (history, later, kept, outside), (read, cotangent), norm
         )
         return later, d_source, None if d_norm is None else jnp.sum(d_norm, axis=0)
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from mhar_kernels import pre_norm, twofloat
+from mhar_kernels.rounding import rounded
 from mhar_kernels.schedule import Plan
 
 
@@ -52,11 +53,21 @@ class History(NamedTuple):
     statistics: Statistics  # [sites, ..., H]; of finished mixes
     queries: jax.Array  # [sites, D]
     low: jax.Array | None
-    rests: tuple[jax.Array, ...] = ()  # [..., D] a site: what rounding to 16 bits took from its mix; Δ needs it
+    after: jax.Array | None = None  # what reading has to wait for
 
     def read(self, sources: slice, sites: slice) -> tuple[jax.Array, Logits]:
         """Some sources, and their logits at some sites."""
-        return self.sources[sources], jax.tree.map(lambda a: a[sources, sites], self.logits)
+        logits = jax.tree.map(lambda a: a[sources, sites], self.logits)
+        if self.after is not None:
+            logits, _ = jax.lax.optimization_barrier((logits, self.after))
+        return self.sources[sources], logits
+
+
+class Mix(NamedTuple):
+    """A finished mix [..., D]."""
+
+    rounded: jax.Array
+    rest: jax.Array  # what rounding to 16 bits took from it; Δ would be off by as much as they are
 
 
 class Later(NamedTuple):
@@ -89,27 +100,45 @@ def mix(plan: Plan, history: History, block: range) -> Partial:
 
 
 def merge(
-    plan: Plan, history: History, site: int, source: jax.Array, outside: Partial | None, norm: jax.Array | None
-) -> tuple[History, jax.Array, jax.Array]:
+    plan: Plan,
+    history: History,
+    site: int,
+    source: jax.Array,
+    outside: Partial | None,
+    norm: jax.Array | None,
+    fresh: bool = True,
+) -> tuple[History, jax.Array, Mix]:
     """See `schedule.Stages`. A new source's logits at every site that will read it are made while it is at hand."""
     block = plan.block_of(site)
-    low = None if history.low is None else history.low[site:]
-    inverse_rms, logits = score(source, history.queries[site:], low, plan.num_heads, plan.eps)
-    history = history._replace(
-        sources=history.sources.at[site].set(source),
-        inverse_rms=history.inverse_rms.at[site].set(inverse_rms),
-        logits=jax.tree.map(lambda buffer, new: buffer.at[site, site:].set(new[0]), history.logits, logits),
-    )
+    if fresh:
+        low = None if history.low is None else history.low[site:]
+        inverse_rms, logits = score(source, history.queries[site:], low, plan.num_heads, plan.eps)
+        history = history._replace(
+            sources=history.sources.at[site].set(source),
+            inverse_rms=history.inverse_rms.at[site].set(inverse_rms),
+            logits=jax.tree.map(lambda buffer, new: buffer.at[site, site:].set(new[0]), history.logits, logits),
+        )
     partial = add_sources(
         *history.read(slice(block.start, site + 1), slice(site, site + 1)), _row(outside, site, block)
     )
-    statistics = jax.tree.map(lambda buffer, new: buffer.at[site].set(new[0]), history.statistics, partial.statistics)
+    if fresh:
+        into = lambda buffer, new: buffer.at[site].set(new[0])
+        history = history._replace(statistics=jax.tree.map(into, history.statistics, partial.statistics))
     # Site 0 reads one source: its mix is that source, to the bit, and its query has no gradient.
     exact = _scale(partial.mix, 1 / partial.statistics.total)[0] if site else source.astype(jnp.float32)
-    mixed = exact.astype(source.dtype)
-    rest = (exact - mixed.astype(jnp.float32)).astype(source.dtype)
-    history = history._replace(statistics=statistics, rests=(*history.rests, rest))
-    return history, pre_norm.apply(mixed, norm, plan.norm_eps), mixed
+    near = rounded(exact, source.dtype)
+    mixed, rest = near.astype(source.dtype), (exact - near).astype(source.dtype)
+    return history, pre_norm.apply(mixed, norm, plan.norm_eps), Mix(mixed, rest)
+
+
+def again(plan: Plan, history: History, after: jax.Array) -> History:
+    """See `schedule.Stages`."""
+    return history._replace(after=after)
+
+
+def source(plan: Plan, history: History, site: int, like: jax.Array) -> jax.Array:
+    """See `schedule.Stages`."""
+    return history.sources[site]
 
 
 def begin(plan: Plan, history: History) -> Later:
@@ -128,17 +157,16 @@ def finish(
     later: Later,
     site: int,
     read: jax.Array,
-    kept: jax.Array | None,
+    kept: Mix,
     cotangent: jax.Array,
     outside: Pulled | None,
     norm: jax.Array | None,
 ) -> tuple[Later, jax.Array, jax.Array | None]:
     """See `schedule.Stages`."""
-    assert kept is not None  # the mix
-    cotangent, d_norm = pre_norm.pull(kept, norm, plan.norm_eps, cotangent)
+    cotangent, d_norm = pre_norm.pull(kept.rounded, norm, plan.norm_eps, cotangent)
     block, one = plan.block_of(site), slice(site, site + 1)
     # Δ[h] = <dO[h], O[h]>: with it the softmax needs no pass of its own over the sources.
-    exact = kept.astype(jnp.float32) + history.rests[site].astype(jnp.float32)
+    exact = kept.rounded.astype(jnp.float32) + kept.rest.astype(jnp.float32)
     products = cotangent.astype(jnp.float32) * exact
     later = later._replace(
         cotangents=later.cotangents.at[site].set(cotangent),
@@ -149,10 +177,8 @@ def finish(
 
 
 def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
-    """See `schedule.Stages`: Σ over sources and tokens of (dℓ r) s, as one product a head."""
-    heads = _heads(history.sources.astype(jnp.float32), plan.num_heads)
-    out = jnp.einsum("ns...h,n...hk->shk", later.d_keys, heads, precision=jax.lax.Precision.HIGHEST)
-    return out.reshape(out.shape[0], -1)
+    """See `schedule.Stages`."""
+    return query_sums(history.sources, later.d_keys)
 
 
 def _pull(history: History, later: Later, sources: slice, sites: slice, before: Pulled | None) -> tuple[Later, Pulled]:
@@ -261,6 +287,13 @@ def source_gradients(sources: jax.Array, inverse_rms: jax.Array, pulled: Pulled)
     """d s = value − (r² / D) · shared · s in the storage dtype; the last term is the derivative of the 1/RMS."""
     factor = inverse_rms**2 / sources.shape[-1] * pulled.shared
     return (pulled.value - factor[..., None] * sources.astype(jnp.float32)).astype(sources.dtype)
+
+
+def query_sums(sources: jax.Array, d_keys: jax.Array) -> jax.Array:
+    """Σ over sources and tokens of (dℓ r) s, one product a head: float32 [sites, D] of [sources, sites, ..., H]."""
+    heads = _heads(sources.astype(jnp.float32), d_keys.shape[-1])
+    out = jnp.einsum("ns...h,n...hk->shk", d_keys, heads, precision=jax.lax.Precision.HIGHEST)
+    return out.reshape(out.shape[0], -1)
 
 
 def _heads(x: jax.Array, num_heads: int) -> jax.Array:

@@ -166,19 +166,21 @@ def pull_kernel(
     high,  # [N, D] storage dtype
     low,
     lse,  # float32 [T, H, NP]
-    cotangents,  # [N, T, D]
+    cotangents,  # [.., T, D]: from site `skipped` on
     deltas,  # float32 [T, H, NP]
     unused_keys,
     tokens,
     start,
     count,  # sources of the block
-    keys,  # [T, H, N, NP], in place
+    skipped,
+    keys,  # [T, H, ROWS, NP], in place
     outside,  # [S, T, D]
     outside_shared,  # float32 [S, T, H]
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
+    ROWS: tl.constexpr,
     NP: tl.constexpr,
     SB: tl.constexpr,
     K1: tl.constexpr,
@@ -221,7 +223,7 @@ def pull_kernel(
         dots = tl.zeros((16, 16), tl.float32)
         for u in tl.static_range(TOKENS):
             own = (first + u).to(tl.int64)
-            row = cotangents + i.to(tl.int64)[:, None] * stride + own * D + h * K
+            row = cotangents + (i - skipped).to(tl.int64)[:, None] * stride + own * D + h * K
             d = _load_chunks(row, exists[:, None] & (own < tokens), K, K1, K2, C1, C)
             dot = _products(v, d, tl.zeros((16, 16), tl.float32), C)
             dots = tl.where((which == u)[:, None], dot, dots)
@@ -229,7 +231,7 @@ def pull_kernel(
         dl = p * (dots - tl.load(deltas + at, mask=both, other=0.0))
         shared += tl.sum(dl * logit, axis=1)
         key = (dl * r).to(qh[0].dtype)
-        tl.store(keys + ((t * H + h) * N + n)[:, None] * NP + i[None, :], key, mask=both)
+        tl.store(keys + ((t * H + h) * ROWS + n)[:, None] * NP + i[None, :], key, mask=both)
         acc = _add_rows(acc, key, qh, C)
     rows = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
     _store_chunks(rows, here[:, None], acc, K, K1, K2, C1, C)
@@ -242,11 +244,13 @@ def query_kernel(
     keys,  # [T, H, N, NP]
     tokens,
     chunk,  # tokens a program
-    partial,  # float32 [programs, N, D]
+    partial,  # float32 [programs, LAST - FIRST, D]
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
     NP: tl.constexpr,
     MS: tl.constexpr,
     K1: tl.constexpr,
@@ -254,12 +258,15 @@ def query_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Part of a head, tokens and sites a program: the sum over its tokens and all sources of (dl r) s."""
+    """Part of a head, tokens and sites a program: the sum over its tokens and all sources of (dl r) s.
+
+    Sites are those from FIRST to LAST - 1.
+    """
     h = tl.program_id(0) // PARTS
     offset = (tl.program_id(0) % PARTS) * (K1 + K2)
     first = tl.program_id(1) * chunk
     count = tl.minimum(chunk, tokens - first)
-    i = tl.program_id(2) * MS + tl.arange(0, MS)
+    i = FIRST + tl.program_id(2) * MS + tl.arange(0, MS)
     j = tl.arange(0, 16)
     stride = tl.cast(tokens, tl.int64) * D
     k1 = offset + tl.arange(0, K1)[None, :]
@@ -272,13 +279,13 @@ def query_kernel(
         t = (first + u // STEPS).to(tl.int64)
         n = (u % STEPS) * 16 + j
         exists = n < N
-        read = exists[:, None] & (i[None, :] >= n[:, None]) & (i[None, :] < N)
+        read = exists[:, None] & (i[None, :] >= n[:, None]) & (i[None, :] < LAST)
         key = tl.trans(tl.load(keys + ((t * H + h) * N + n)[:, None] * NP + i[None, :], mask=read, other=0.0))
         row = sources + n.to(tl.int64)[:, None] * stride + t * D + h * K
         acc1 = tl.dot(key, tl.load(row + k1, mask=exists[:, None] & (k1 < K), other=0.0), acc1)
         if K2 > 0:
             acc2 = tl.dot(key, tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0), acc2)
-    out = partial + (tl.program_id(1).to(tl.int64) * N + i)[:, None] * D + h * K
-    tl.store(out + k1, acc1, mask=(i < N)[:, None] & (k1 < K))
+    out = partial + (tl.program_id(1).to(tl.int64) * (LAST - FIRST) + i - FIRST)[:, None] * D + h * K
+    tl.store(out + k1, acc1, mask=(i < LAST)[:, None] & (k1 < K))
     if K2 > 0:
-        tl.store(out + k2, acc2, mask=(i < N)[:, None] & (k2 < K))
+        tl.store(out + k2, acc2, mask=(i < LAST)[:, None] & (k2 < K))

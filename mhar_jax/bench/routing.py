@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from mhar_jax.bench.candidates import Candidate
 
 LAYOUTS = ("stacked", "separate", "site_by_site", "blocked")
-SLOW_SITES = 32  # on GPUs XLA compiles more sites of plain jnp for minutes, and any blocked stack of it
+SLOW_SITES = 24  # on GPUs XLA compiles more sites of plain jnp for minutes, and any blocked stack of it
 
 
 def make_parser() -> argparse.ArgumentParser:

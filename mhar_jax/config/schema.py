@@ -22,7 +22,7 @@ Variant = Literal[
 ROUTED_VARIANTS = ("attention_residuals", "mhar", "mhar_headwise", "block_mhar", "delta", "delta_block")
 DELTA_VARIANTS = ("delta", "delta_block")
 
-Remat = Literal["none", "dots", "sublayer", "layer"]
+Remat = Literal["none", "dots", "sublayer", "sources", "layer"]
 RoutingImplementation = Literal["reference", "xla", "pallas_tpu", "triton"]
 AttentionImplementation = Literal["xla", "cudnn", "tpu_flash"]
 Schedule = Literal["cosine", "wsd", "linear"]

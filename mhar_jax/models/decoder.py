@@ -3,7 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import nnx
 
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.errors import UserError
+from mhar_jax.models.blocked import PassReader, can_block
 from mhar_jax.models.cache import CachedAttention, KVCache, empty_cache
 from mhar_jax.models.embedding import embed
 from mhar_jax.models.flows import make_flow
@@ -254,11 +255,12 @@ class Decoder(nnx.Module):
                 return self._stack(pairs, params, x, inference=True)
             return self._normed(self._site_by_site(pairs, params, x, record, remat="none"))
         kinds = [_isolated(f) for f in (attention, mlp)] if isolate else [attention, mlp]
-        sublayers = [remat_sublayer(config.remat, f) for _ in self.layers for f in kinds]
+        stacked = config.variant in STACKED_VARIANTS and record is None and config.remat != "layer"
+        sources_only = stacked and config.remat == "sources"
+        sublayers = [f if sources_only else remat_sublayer(config.remat, f) for _ in self.layers for f in kinds]
         assert len(sublayers) == len(params) == num_sublayers(config)
-        by_site = record is not None or config.remat == "layer"
-        if config.variant in STACKED_VARIANTS and not by_site:
-            return self._stack(sublayers, params, x)
+        if stacked:
+            return self._stack(sublayers, params, x, remat="sources" if sources_only else "none")
         x = self._site_by_site(sublayers, params, x, record, config.remat)
         return self._normed(jax.lax.optimization_barrier(x) if isolate else x)
 
@@ -267,7 +269,13 @@ class Decoder(nnx.Module):
         return rms_norm(x, self.final_norm[...], self.config.norm_eps).astype(self.config.compute_dtype)
 
     def _stack(
-        self, sublayers: list[Callable], params: list[Any], x: jax.Array, *, inference: bool = False
+        self,
+        sublayers: list[Callable],
+        params: list[Any],
+        x: jax.Array,
+        *,
+        inference: bool = False,
+        remat: Literal["none", "sources"] = "none",
     ) -> jax.Array:
         config, routing = self.config, self.routing.arrays()
         norms = [*(p["norm"] for p in params), self.final_norm[...]]
@@ -285,15 +293,18 @@ class Decoder(nnx.Module):
             implementation=config.routing_implementation,
             token_axes=axes_of_tokens(config.routing_implementation),
             inference=inference,
+            remat=remat,
         )
 
     def _site_by_site(
         self, sublayers: list[Callable], params: list[Any], x: jax.Array, record: Record | None, remat: str
     ) -> jax.Array:
         config = self.config
-        flow, reader = make_flow(config), SiteReader(config, record)
+        flow = make_flow(config)
         depth = self.routing.arrays() if config.is_routed else self.hyper.arrays() if hasattr(self, "hyper") else {}
         rows = depth_rows(config, depth)
+        by_pass = record is None and can_block(config, x.dtype)
+        reader = PassReader(config, rows) if by_pass else SiteReader(config, record)
 
         def run_layer(first: int) -> Callable:
             def layer(state, layer_params, layer_rows):
@@ -310,6 +321,8 @@ class Decoder(nnx.Module):
         state = flow.start(x)
         for first in range(0, len(sublayers), 2):
             pair = slice(first, first + 2)
+            if isinstance(reader, PassReader):
+                reader.prepare(first, flow.sources(state))
             outputs = run_layer(first)(state, params[pair], rows[pair])
             for offset, y in enumerate(outputs):
                 state = flow.write(state, first + offset, rows[first + offset], y)

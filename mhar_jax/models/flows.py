@@ -32,6 +32,9 @@ class Flow(Protocol):
     def finish(self, state: State, row: Any, route: Route) -> jax.Array:
         """The input of the final norm."""
 
+    def sources(self, state: State) -> list[jax.Array]:
+        """What the next site can read, without a null source; nothing where there are no sites."""
+
 
 def _add(stream: jax.Array, y: jax.Array) -> jax.Array:
     """The residual addition, rounded to the stream's dtype.
@@ -44,7 +47,14 @@ def _add(stream: jax.Array, y: jax.Array) -> jax.Array:
     return jax.lax.reduce_precision(total, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
 
 
-class Additive:
+class Unrouted:
+    """No sites."""
+
+    def sources(self, state):
+        return []
+
+
+class Additive(Unrouted):
     """The ordinary pre-norm residual stream."""
 
     def start(self, x):
@@ -60,7 +70,7 @@ class Additive:
         return state
 
 
-class HyperConnections:
+class HyperConnections(Unrouted):
     """n parallel streams with learned static connections (arXiv 2409.19606, section 2).
 
     A sublayer reads A_mᵀ·H of the streams H [n, D]; they become Bᵀ·y + A_rᵀ·H.
@@ -110,6 +120,9 @@ class FullHistory:
     def finish(self, state, row, route):
         return route(self.final, row, state)
 
+    def sources(self, state):
+        return state
+
 
 class BlockSums(NamedTuple):
     """State of block_mhar. Sums are float32: bfloat16 running sums stop growing."""
@@ -128,13 +141,13 @@ class BlockHistory:
     def start(self, x):
         return BlockSums([x], None)
 
-    def _sources(self, state):
+    def sources(self, state):
         if state.running is None:
             return state.whole
         return [*state.whole, state.running.astype(state.whole[0].dtype)]
 
     def read(self, state, i, row, route):
-        return route(i, row, self._sources(state))
+        return route(i, row, self.sources(state))
 
     def write(self, state, i, row, y):
         wide = y.astype(jnp.float32)
@@ -144,7 +157,7 @@ class BlockHistory:
         return BlockSums(state.whole, running)
 
     def finish(self, state, row, route):
-        return route(self.final, row, self._sources(state))
+        return route(self.final, row, self.sources(state))
 
 
 class DeltaState(NamedTuple):
@@ -169,6 +182,9 @@ class Delta:
 
     def finish(self, state, row, route):
         return state.stream
+
+    def sources(self, state):
+        return state.sources
 
 
 class DeltaBlock(Delta):

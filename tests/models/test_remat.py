@@ -10,7 +10,15 @@ from model_helpers import TOKENS, build, jit, mean_loss, pure, relative, scrambl
 
 @pytest.mark.parametrize(
     ("variant", "remat"),
-    [("mhar", "dots"), ("mhar", "sublayer"), ("mhar", "layer"), ("delta_block", "layer")],
+    [
+        ("mhar", "dots"),
+        ("mhar", "sublayer"),
+        ("mhar", "sources"),
+        ("mhar", "layer"),
+        ("delta_block", "layer"),
+        pytest.param("mhar_headwise", "layer", marks=pytest.mark.slow),
+        pytest.param("block_mhar", "sources", marks=pytest.mark.slow),
+    ],
 )
 def test_values_and_gradients_stay(variant, remat):
     run = scrambled(variant)
