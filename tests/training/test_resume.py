@@ -144,7 +144,7 @@ def test_kills_at_any_moment(start, there, tools, tmp_path):
             kills += 1
             continue
         break
-    out, err = process.communicate()
+    _, err = process.communicate()
     assert process.returncode == 0, err
     assert all("was not finished, so it is dropped" in line for line in err.splitlines()), err
     assert kills > 3
