@@ -1,8 +1,9 @@
 """What a compiled program sends between devices, read from its text.
 
 The compiler's text (HLO) names every collective with the shape of what it leaves on each device. A collective that
-overlaps with arithmetic is printed in several pieces that share a channel; it is one here. One in the body of a loop
-is one here too, however often the loop runs.
+overlaps with arithmetic is printed in several pieces that share a channel; it is one here. Those written out inside
+`jax.shard_map` all have channel 1; their pieces share a chain. One in the body of a loop is one here too, however
+often the loop runs.
 """
 
 import itertools
@@ -25,6 +26,7 @@ Role = Literal["activations", "parameters", "small"]
 _COLLECTIVE = re.compile(rf"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\]")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 
 
@@ -85,6 +87,8 @@ def read_collectives(text: str) -> tuple[Collective, ...]:
         if started:  # what is sent, what comes, and the compiler's own counters
             arrays = tuple(sorted(arrays, key=lambda a: a.bytes)[-1:])
         channel, name = _CHANNEL.search(line), _OP_NAME.search(line)
+        if channel is not None and channel[1] == "1" and "is_spmd_generated" not in line:
+            channel = _CHAIN.search(line)
         key = channel[0] if channel else f"line {number}"
         one = Collective(kind, arrays, name[1] if name else "")
         if key not in found or (one.bytes, one.op_name) > (found[key].bytes, found[key].op_name):
@@ -122,14 +126,15 @@ def history_moves(collectives: Sequence[Collective], shapes: Shapes, sublayers: 
 
     The depth history is the outputs of all sublayers so far. Splitting heads and hidden widths sums each sublayer's
     output, or the gradient of its input, once a pass: never more than one source at a time, and at most four such sums
-    a sublayer (forward, forward again where it is recomputed, backward, and one for a gathered sequence). A site that
-    fetched its history would move several sources at once, or the same ones again at every later site.
+    a sublayer (forward, forward again where it is recomputed, backward, and one for a gathered sequence), beside the
+    keys and values that attention fetches where sequences are split. A site that fetched its history would move several
+    sources at once, or the same ones again at every later site.
     """
-    moved = list(activations(collectives, shapes))
+    moved = [(c, a) for c, a in activations(collectives, shapes) if not _is_attention(a, shapes)]
     reasons = [
         f"a {c.kind} of {a.dtype}{list(a.shape)} moves more than one source ({c.op_name or 'unnamed'})"
         for c, a in moved
-        if a.size > shapes.source and not _is_attention(a, shapes)
+        if a.size > shapes.source
     ]
     total = sum(a.size for _, a in moved) / shapes.source
     if total > (most := 4 * sublayers + 4):

@@ -1,7 +1,8 @@
 """Sharding as data: the mesh, one table of rules for parameters, and names for activation axes.
 
-Axes of the mesh (always all three, most of size 1): `data` splits the batch, `fsdp` splits the batch and the state,
-`tensor` splits heads and hidden widths. All are Auto axes: the compiler places the collectives.
+Axes of the mesh (always all four, most of size 1): `data` splits the batch, `fsdp` splits the batch and the state,
+`context` splits sequences, `tensor` splits heads and hidden widths. All are Auto axes: the compiler places the
+collectives.
 """
 
 import math
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from mhar_jax.config.schema import Config, MeshConfig
 from mhar_jax.errors import UserError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
 BATCH = P(("data", "fsdp"))
 
 AnyMesh = Mesh | AbstractMesh
@@ -35,6 +36,7 @@ PARAMETER_RULES = (
 # Logical names of activation axes, and the mesh axes that split them.
 ACTIVATION_AXES = {
     "batch": ("data", "fsdp"),
+    "length": "context",
     "heads": "tensor",
     "hidden": "tensor",
     "vocab": "tensor",
@@ -93,7 +95,7 @@ def _placed(sizes: dict[str, int], devices: list[Any]) -> np.ndarray:
 def data_share(mesh: Mesh, batch_size: int) -> dict[str, int]:
     """Which part of each global batch this process reads, as `process_index` and `process_count` of the data.
 
-    Processes that hold the same rows, since `tensor` spans them, read the same part.
+    Processes that hold the same rows, since `context` or `tensor` spans them, read the same part.
 
     Raises:
       UserError: the mesh gives some processes rows that overlap only in part.
@@ -114,7 +116,7 @@ def data_share(mesh: Mesh, batch_size: int) -> dict[str, int]:
 
 
 def check_batch(config: Config, mesh: Mesh) -> None:
-    """Every micro-batch must split evenly over the batch axes.
+    """Every micro-batch must split evenly over the batch axes, and every sequence over `context`.
 
     Raises:
       UserError: it does not.
@@ -126,6 +128,8 @@ def check_batch(config: Config, mesh: Mesh) -> None:
             f"batch_size / optimizer.accumulate must be a multiple of data x fsdp = {ways} devices, got "
             f"{config.batch_size} / {config.optimizer.accumulate} = {rows}"
         )
+    if config.seq_len % mesh.shape["context"]:
+        raise UserError(f"seq_len must be a multiple of mesh.context = {mesh.shape['context']}, got {config.seq_len}")
 
 
 def state_shardings(mesh: Mesh, state: Any) -> Any:
@@ -173,13 +177,19 @@ def fit(spec: P, shape: tuple[int, ...], mesh: AnyMesh) -> P:
     return P(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in placed))
 
 
+def partitioned_mesh() -> AbstractMesh | None:
+    """The mesh in scope, where its partitioner splits arrays: not of one device, and not inside `jax.shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = any(t == AxisType.Manual for t in mesh.axis_types)
+    return None if mesh.empty or mesh.size == 1 or manual else mesh
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """Pins the layout of an activation, one name of ACTIVATION_AXES an axis; does nothing without a mesh in scope.
 
     An axis that the mesh does not divide is left to the compiler.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or any(t == AxisType.Manual for t in mesh.axis_types):
+    if (mesh := partitioned_mesh()) is None:
         return x
     spec: list[Any] = []
     for size, name in zip(x.shape, names, strict=True):

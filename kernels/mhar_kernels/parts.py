@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from mhar_kernels import parts_xla, varying
 from mhar_kernels.errors import UnsupportedInputError
 from mhar_kernels.rounding import rounded
-from mhar_kernels.stages_sharded import TokenShards
+from mhar_kernels.stages_sharded import TokenAxes, TokenShards
 from mhar_kernels.target import current_platform
 
 
@@ -44,7 +44,7 @@ def depth_mix(
     eps: float = 1e-6,
     implementation: str | None = None,
     interpret: bool = False,
-    token_axes: Sequence[str] = (),
+    token_axes: TokenAxes = (),
 ) -> Part:
     """What the same sources give to the mixes of many sites, in one pass over them.
 
@@ -87,7 +87,7 @@ def depth_mix(
 
     shards = TokenShards.of(token_axes, sources[0])
     if shards is not None:
-        run = shards.map(run, (shards.spec, P()), P(None, *shards.spec))
+        run = shards.differentiable(run, (shards.tokens, P()), P(None, *shards.tokens))
     return run(sources, queries.astype(jnp.float32))
 
 

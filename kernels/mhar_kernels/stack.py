@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from mhar_kernels import pre_norm, schedule, stages_xla, traffic, varying
 from mhar_kernels.api import depth_route
-from mhar_kernels.stages_sharded import ShardedStages, TokenShards
+from mhar_kernels.stages_sharded import ShardedStages, TokenAxes, TokenShards
 from mhar_kernels.target import current_platform
 from mhar_kernels.twofloat import two_prod
 
@@ -37,7 +37,7 @@ def depth_stack(
     remat: Literal["none", "sublayer", "sources"] = "none",
     implementation: str | None = None,
     interpret: bool = False,
-    token_axes: Sequence[str] = (),
+    token_axes: TokenAxes = (),
     inference: bool = False,
 ) -> jax.Array:
     """Runs n sublayers with a routing site before each and one after the last.
@@ -64,8 +64,9 @@ def depth_stack(
       remat: what the backward pass computes again. "none"; "sublayer": the insides of each sublayer, from its mix;
         "sources": the mixes, too, so that of a sublayer only what it returned is kept.
       implementation, interpret: as in `depth_route`.
-      token_axes: axes of the mesh in scope that split x's first axis. The compiler cannot partition a kernel: given
-        these, each device runs it on its own tokens, inside `jax.shard_map`. Needed for kernels on a mesh.
+      token_axes: axes of the mesh in scope that split x's first axis, or for each leading axis those that split it, as
+        (("data",), ("context",)). The compiler cannot partition a kernel: given these, each device runs it on its own
+        tokens, inside `jax.shard_map`. Needed for kernels on a mesh.
       inference: nothing is made for a backward pass, and sublayers are called as they are, so that they may have
         effects, such as keeping a cache. The result is then not differentiable through kernels.
 
@@ -107,7 +108,7 @@ def depth_stack(
             )
 
         if shards is not None:
-            route = shards.map(route, (shards.spec, P(), P()), shards.spec)
+            route = shards.differentiable(route, (shards.tokens, P(), P()), shards.tokens)
         return route(sources, queries[i], None if norm_scales is None else norm_scales[i])
 
     stages, size = choose_stages(implementation, interpret, x, num_heads, n + 1, block_size)

@@ -6,6 +6,7 @@ array gets an axis of devices in front, so that no backend has to say where in i
 gradient adds over tokens: once, at the end, over all devices. Sublayers run outside, on whole arrays.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,15 +18,17 @@ from jax.sharding import PartitionSpec as P
 
 from mhar_kernels.schedule import Plan, Stages
 
+TokenAxes = Sequence[str] | Sequence[Sequence[str]]  # of the first axis, or of each leading axis
+
 
 @dataclass(frozen=True)
 class TokenShards:
-    """How a mesh splits arrays [B, ..., D]: their first axis over these mesh axes; none, and every device has all."""
+    """How a mesh splits arrays [B, ..., D]: by axis, the mesh axes that split it; none, and every device has all."""
 
-    axes: tuple[str, ...]
+    split: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, token_axes: Sequence[str], x: jax.Array) -> "TokenShards | None":
+    def of(cls, token_axes: TokenAxes, x: jax.Array) -> "TokenShards | None":
         """For arrays like x and the mesh in scope; None where there is nothing to split.
 
         Raises:
@@ -34,22 +37,42 @@ class TokenShards:
         mesh = jax.sharding.get_abstract_mesh()
         if not token_axes or mesh.empty or mesh.size == 1 or AxisType.Manual in mesh.axis_types:
             return None
-        if missing := set(token_axes) - set(mesh.axis_names):
+        names = tuple(axis for axis in token_axes if isinstance(axis, str))
+        by_axis = (names,) if names else tuple(tuple(axes) for axes in token_axes)
+        named = [axis for axes in by_axis for axis in axes]
+        if missing := set(named) - set(mesh.axis_names):
             raise ValueError(f"token_axes must be axes of the mesh, {mesh.axis_names}, got {sorted(missing)}")
-        ways = 1
-        for axis in token_axes:
-            ways *= mesh.shape[axis]
-        divides = x.ndim > 1 and x.shape[0] % ways == 0
-        return cls(tuple(token_axes) if divides else ())
+        if len(set(named)) != len(named):
+            raise ValueError(f"token_axes must name each axis of the mesh once, got {token_axes}")
+        divides = lambda size, axes: size % math.prod(mesh.shape[axis] for axis in axes) == 0
+        lead = x.shape[:-1]
+        return cls(tuple(axes if divides(n, axes) else () for n, axes in zip(lead, by_axis, strict=False)))
 
     @property
-    def spec(self) -> P:
-        """Of an array by token, and of an array with an axis of devices in front."""
+    def axes(self) -> tuple[str, ...]:
+        """All mesh axes that split tokens."""
+        return tuple(axis for axes in self.split for axis in axes)
+
+    @property
+    def tokens(self) -> P:
+        """Of an array by token [B, ..., D]."""
+        return P(*(axes or None for axes in self.split))
+
+    @property
+    def devices(self) -> P:
+        """Of an array with an axis of devices in front."""
         return P(self.axes or None)
 
     def map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """The function on each device's own part. A cotangent of what every device has whole is summed over devices."""
+        """The function on each device's own part; it is not differentiated."""
         return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    def differentiable(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        """As `map`, for one that is. A cotangent of what devices have whole is summed over those that split tokens.
+
+        Without the check of what varies it would be summed over all: sources sent for what every device has already.
+        """
+        return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs)
 
 
 @dataclass(frozen=True)
@@ -61,9 +84,9 @@ class ShardedStages:
 
     def start(self, plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -> Any:
         """See `schedule.Stages`."""
-        specs = (self.shards.spec, P(), P())
+        specs = (self.shards.tokens, P(), P())
         run = lambda x, queries, low: _stack(self.stages.start(plan, x, queries, low))
-        return self.shards.map(run, specs, self.shards.spec)(x, queries, low)
+        return self.shards.map(run, specs, self.shards.devices)(x, queries, low)
 
     def mix(self, plan: Plan, history: Any, block: range) -> Any:
         """See `schedule.Stages`."""
@@ -85,21 +108,23 @@ class ShardedStages:
             history, read, kept = self.stages.merge(plan, _own(history), site, source, _own(outside), norm, fresh)
             return _stack(history), read, _stack(kept)
 
-        spec = self.shards.spec
-        result: tuple[Any, jax.Array, Any] = self.shards.map(run, (spec, spec, spec, P()), spec)(
-            history, source, outside, norm
-        )
+        devices, tokens = self.shards.devices, self.shards.tokens
+        result: tuple[Any, jax.Array, Any] = self.shards.map(
+            run, (devices, tokens, devices, P()), (devices, tokens, devices)
+        )(history, source, outside, norm)
         return result
 
     def again(self, plan: Plan, history: Any, after: jax.Array) -> Any:
         """See `schedule.Stages`."""
         run = lambda history, after: _stack(self.stages.again(plan, _own(history), after))
-        return self._each(run)(history, after)
+        devices = self.shards.devices
+        return self.shards.map(run, (devices, self.shards.tokens), devices)(history, after)
 
     def source(self, plan: Plan, history: Any, site: int, like: jax.Array) -> jax.Array:
         """See `schedule.Stages`."""
         run = lambda history, like: self.stages.source(plan, _own(history), site, like)
-        source: jax.Array = self._each(run)(history, like)
+        tokens = self.shards.tokens
+        source: jax.Array = self.shards.map(run, (self.shards.devices, tokens), tokens)(history, like)
         return source
 
     def begin(self, plan: Plan, history: Any) -> Any:
@@ -125,15 +150,17 @@ class ShardedStages:
     ) -> tuple[Any, jax.Array, jax.Array | None]:
         """See `schedule.Stages`."""
 
-        def run(arrays: Any, norm: jax.Array | None) -> tuple[Any, ...]:
-            history, later, read, kept, cotangent, outside = arrays
+        def run(own: Any, by_token: Any, norm: jax.Array | None) -> tuple[Any, ...]:
+            (history, later, kept, outside), (read, cotangent) = own, by_token
             later, d_source, d_norm = self.stages.finish(
                 plan, _own(history), _own(later), site, read, _own(kept), cotangent, _own(outside), norm
             )
             return _stack(later), d_source, _stack(d_norm)
 
-        arrays = (history, later, read, kept, cotangent, outside)
-        later, d_source, d_norm = self.shards.map(run, (self.shards.spec, P()), self.shards.spec)(arrays, norm)
+        devices, tokens = self.shards.devices, self.shards.tokens
+        later, d_source, d_norm = self.shards.map(run, (devices, tokens, P()), (devices, tokens, devices))(
+            (history, later, kept, outside), (read, cotangent), norm
+        )
         return later, d_source, None if d_norm is None else jnp.sum(d_norm, axis=0)
 
     def query_gradient(self, plan: Plan, history: Any, later: Any) -> jax.Array:
@@ -143,11 +170,11 @@ class ShardedStages:
             own = self.stages.query_gradient(plan, _own(history), _own(later))
             return jax.lax.psum(own, self.shards.axes) if self.shards.axes else own
 
-        return self.shards.map(run, (self.shards.spec, self.shards.spec), P())(history, later)
+        return self.shards.map(run, (self.shards.devices, self.shards.devices), P())(history, later)
 
     def _each(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function whose arguments and results are all by token or by device."""
-        return self.shards.map(function, self.shards.spec, self.shards.spec)
+        """A function whose arguments and results are all by device."""
+        return self.shards.map(function, self.shards.devices, self.shards.devices)
 
 
 def _stack(tree: Any) -> Any:

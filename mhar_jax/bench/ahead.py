@@ -118,7 +118,7 @@ def _config(preset: str, topology: str, overrides: list[str]) -> Config:
         chips = math.prod(int(part) for part in topology.partition(":")[2].split("x"))
     except ValueError:
         raise UserError(f"--topology must be like v5e:16x16, got {topology!r}") from None
-    ways = chips // max(1, config.mesh.tensor)
+    ways = chips // max(1, config.mesh.tensor) // max(1, config.mesh.context)
     return dataclasses.replace(config, batch_size=MICRO_BATCHES.get(preset, 1) * ways)
 
 

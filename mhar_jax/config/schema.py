@@ -173,13 +173,16 @@ class MeshConfig:
 
     data: int = -1  # batch split, parameters replicated
     fsdp: int = 1  # batch split, parameters and optimizer state split
+    context: int = 1  # sequences split: attention fetches keys and values, nothing else needs more than its own tokens
     tensor: int = 1  # heads and hidden widths split
 
     @model_validator(mode="after")
     def _check(self):
-        sizes = (self.data, self.fsdp, self.tensor)
+        sizes = (self.data, self.fsdp, self.context, self.tensor)
         if any(s == 0 or s < -1 for s in sizes) or sizes.count(-1) > 1:
-            raise ValueError(f"mesh axes must be positive, at most one of them -1, got data, fsdp, tensor = {sizes}")
+            raise ValueError(
+                f"mesh axes must be positive, at most one of them -1, got data, fsdp, context, tensor = {sizes}"
+            )
         return self
 
 

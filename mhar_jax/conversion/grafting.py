@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mhar_jax.config.schema import DELTA_VARIANTS, ROUTED_VARIANTS, Config, ModelConfig
+from mhar_jax.config.schema import DELTA_VARIANTS, ROUTED_VARIANTS, Config, MeshConfig, ModelConfig
 from mhar_jax.conversion.aside import written_aside
 from mhar_jax.conversion.importing import Progress, converted_config, record
 from mhar_jax.conversion.sources import Source, open_source
@@ -22,6 +22,7 @@ from mhar_jax.inference import PlacedModel
 from mhar_jax.loading import load_model
 from mhar_jax.models.initialise import Initializer
 from mhar_jax.models.sites import RoutingParameters
+from mhar_jax.sharding import make_mesh
 
 DTYPES: tuple[Literal["float32", "bfloat16"], ...] = ("float32", "bfloat16")
 
@@ -124,7 +125,7 @@ def compare_logits(original: Source, grafted: Path, mesh: Mesh | None, sample_to
     length = min(sample_tokens, original.model.context)
     ways = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     tokens = np.random.default_rng(0).integers(0, vocabulary, (ways, length)).astype(np.int32)
-    one = jax.make_mesh((1, 1, 1), ("data", "fsdp", "tensor"), devices=jax.local_devices()[:1])
+    one = make_mesh(MeshConfig(), jax.local_devices()[:1])
     before = _logits(original.path, tokens, mesh or one)
     after = _logits(grafted, tokens, mesh or one)
     largest: dict[str, float] = {d: float(np.max(np.abs(after[d] - before[d]))) for d in DTYPES}

@@ -38,7 +38,7 @@ class CheckpointWriter:
         of parts of them; any other mesh can read them too."""
         self._run_dir = run_dir
         self._checkpoint = run_dir / "checkpoints" / "0"
-        self._mesh: Any = AbstractMesh((1, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        self._mesh: Any = AbstractMesh((1, fsdp, 1, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))
         self._shapes: dict[ParameterPath, tuple[int, ...]] = {}
         self._checksums: dict[str, int] = {}
         (self._checkpoint / "params").mkdir(parents=True)

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from mhar_jax.config.schema import ModelConfig
-from mhar_jax.models.routing import BATCH_AXES, kernels_need_shards
+from mhar_jax.models.routing import axes_of_tokens
 from mhar_jax.models.sites import (
     Site,
     heads_of_site,
@@ -135,7 +135,7 @@ class PassReader:
                 num_heads=self._heads(sites[0]),
                 eps=self.config.norm_eps,
                 implementation=implementation,
-                token_axes=BATCH_AXES if kernels_need_shards(implementation) else (),
+                token_axes=axes_of_tokens(implementation),
             )
             each = queries.shape[0] // len(sites)
             for k, site in enumerate(sites):

@@ -68,7 +68,7 @@ class CachedAttention:
             keys, values = jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2)
             out = jax.nn.dot_product_attention(q, keys, values, mask=visible, implementation="xla")
         out = out.reshape(*out.shape[:2], -1) @ p["w_o"].astype(h.dtype)
-        return constrain(out, "batch", None, None)
+        return constrain(out, "batch", "length", None)
 
     def cache(self, counts: jax.Array) -> KVCache:
         """The cache after `counts` [B] new tokens of each row."""

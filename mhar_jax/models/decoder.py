@@ -13,12 +13,13 @@ from mhar_jax.config.schema import ModelConfig
 from mhar_jax.errors import UserError
 from mhar_jax.models.blocked import PassReader, can_block
 from mhar_jax.models.cache import CachedAttention, KVCache, empty_cache
+from mhar_jax.models.embedding import embed
 from mhar_jax.models.flows import make_flow
 from mhar_jax.models.initialise import Initializer
 from mhar_jax.models.loss import LossSums, cross_entropy
 from mhar_jax.models.remat import remat_layer, remat_sublayer
 from mhar_jax.models.rotary import rotary_tables
-from mhar_jax.models.routing import BATCH_AXES, Record, SiteReader, kernels_need_shards
+from mhar_jax.models.routing import Record, SiteReader, axes_of_tokens
 from mhar_jax.models.score import score_chunks
 from mhar_jax.models.sites import HyperParameters, RoutingParameters, depth_rows, num_sites, num_sublayers
 from mhar_jax.models.sublayers import Layer, TokenContext, attention_sublayer, mlp_sublayer, rms_norm
@@ -192,7 +193,7 @@ class Decoder(nnx.Module):
         head, vocab_axis = self._head()
         contract = (((2,), (1 - vocab_axis,)), ((), ()))
         logits = jax.lax.dot_general(hidden, head.astype(hidden.dtype), contract, preferred_element_type=jnp.float32)
-        return constrain(logits, "batch", None, "vocab")
+        return constrain(logits, "batch", "length", "vocab")
 
     def _head(self) -> tuple[jax.Array, int]:
         """The head's matrix and which of its axes is the vocabulary."""
@@ -226,8 +227,7 @@ class Decoder(nnx.Module):
             positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
         context = TokenContext(rotary_tables(positions, config), segment_ids)
         with self._precision():
-            # Rows are gathered before they are rounded: casting the whole table first would cost more.
-            x = constrain(self.embedding[...][tokens].astype(config.compute_dtype), "batch", None, None)
+            x = embed(self.embedding[...], tokens, config.compute_dtype)
             return self._sublayers(x, context, record, isolate, attend)
 
     def _sublayers(
@@ -291,7 +291,7 @@ class Decoder(nnx.Module):
             eps=config.norm_eps,
             pre_norms=jnp.stack(norms),
             implementation=config.routing_implementation,
-            token_axes=BATCH_AXES if kernels_need_shards(config.routing_implementation) else (),
+            token_axes=axes_of_tokens(config.routing_implementation),
             inference=inference,
             remat=remat,
         )

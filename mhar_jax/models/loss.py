@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from mhar_jax.sharding import constrain
+from mhar_jax.sharding import constrain, partitioned_mesh
 
 
 class LossSums(NamedTuple):
@@ -88,23 +87,24 @@ def _sharded(options, with_grads, hidden, head, targets, weights):
 
     Left to the partitioner, the loop would reduce the head's gradient over devices in every chunk.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    batch_axes, vocab_axis = ("data", "fsdp"), "tensor"
-    manual = mesh.empty or mesh.size == 1 or any(t == AxisType.Manual for t in mesh.axis_types)
-    if manual or hidden.shape[0] % math.prod(mesh.shape[a] for a in batch_axes):
+    mesh = partitioned_mesh()
+    batch_axes, length_axis, vocab_axis = ("data", "fsdp"), "context", "tensor"
+    if mesh is None or hidden.shape[0] % math.prod(mesh.shape[a] for a in batch_axes):
         return _scan(options, with_grads, None, hidden, head, targets, weights)
 
     split = vocab_axis if head.shape[options.vocab_axis] % mesh.shape[vocab_axis] == 0 else None
     head_spec = P(split, None) if options.vocab_axis == 0 else P(None, split)
+    length = length_axis if hidden.shape[1] % mesh.shape[length_axis] == 0 else None
+    token_axes = (*batch_axes, length) if length else batch_axes
     # The rounded head is what travels: half the bytes of the master weights.
-    tokens, head_dtype = P(batch_axes), head.dtype
+    tokens, head_dtype = P(batch_axes, length), head.dtype
     head = jax.lax.with_sharding_constraint(head.astype(hidden.dtype), head_spec)
 
     def local(hidden, head, targets, weights):
         sums, grads = _scan(options, with_grads, split, hidden, head, targets, weights)
-        sums = jax.lax.psum(sums, batch_axes)
+        sums = jax.lax.psum(sums, token_axes)
         if grads is not None:
-            grads = (grads[0], jax.lax.psum(grads[1], batch_axes))
+            grads = (grads[0], jax.lax.psum(grads[1], token_axes))
         return sums, grads
 
     run = jax.shard_map(
@@ -114,7 +114,7 @@ def _sharded(options, with_grads, hidden, head, targets, weights):
         check_vma=False,
     )
     sums, grads = run(hidden, head, targets, weights)
-    return sums, None if grads is None else (constrain(grads[0], "batch", None, None), grads[1].astype(head_dtype))
+    return sums, None if grads is None else (constrain(grads[0], "batch", "length", None), grads[1].astype(head_dtype))
 
 
 def _scan(options, with_grads, vocab_axis_name, hidden, head, targets, weights):

@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.models.sites import Site, heads_of_site, num_sites, source_labels
+from mhar_jax.sharding import partitioned_mesh
 from mhar_kernels import depth_route
 from mhar_kernels.target import current_platform
 
-BATCH_AXES = ("data", "fsdp")  # mesh axes that split tokens
+TOKEN_AXES = (("data", "fsdp"), ("context",))  # mesh axes that split tokens [B, T]
 KERNELS = ("pallas_tpu", "triton")  # implementations that the partitioner cannot see into
 Record = Callable[[int, jax.Array], None]  # (site index, weights [sources, B, T, H] float32)
 
@@ -64,10 +64,20 @@ class SiteReader:
 
 def kernels_need_shards(implementation: str | None) -> bool:
     """Whether `depth_route` may be a kernel on arrays that a mesh in scope splits over devices."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1 or any(t == AxisType.Manual for t in mesh.axis_types):
+    if partitioned_mesh() is None:
         return False
     return implementation in KERNELS or (implementation is None and current_platform() != "cpu")
+
+
+def axes_of_tokens(implementation: str | None) -> tuple[tuple[str, ...], ...]:
+    """TOKEN_AXES where `depth_route` must run on each device's own tokens, else none.
+
+    A kernel must. So must plain jnp on split sequences: it takes batch and sequence as one axis of tokens, and two
+    split axes are no split of their product, so the partitioner would fetch the sources of whole sequences.
+    """
+    if (mesh := partitioned_mesh()) is None:
+        return ()
+    return TOKEN_AXES if kernels_need_shards(implementation) or mesh.shape["context"] > 1 else ()
 
 
 def route_under_mesh(
@@ -80,10 +90,11 @@ def route_under_mesh(
     implementation: str | None,
     return_weights: bool,
 ):
-    """`depth_route` on arrays [B, T, D] whose batch a mesh may split.
+    """`depth_route` on arrays [B, T, D] whose batch and sequences a mesh may split.
 
-    The jnp implementations are partitioned by the compiler: tokens are independent and need no communication. A kernel
-    is opaque to it, so each device routes its own rows; gradients of the site's parameters are summed over devices.
+    Tokens are independent and need no communication. Batches alone are split by the compiler, in jnp; a kernel is
+    opaque to it. So there, and where sequences are split, each device routes its own tokens; gradients of the site's
+    parameters are summed over devices.
     """
 
     def route(sources, row, residual):
@@ -101,11 +112,15 @@ def route_under_mesh(
         )
         return call(return_weights=True) if return_weights else call()
 
-    if not kernels_need_shards(implementation):
+    split = axes_of_tokens(implementation)
+    if not split:
         return route(sources, row, residual)
     mesh = jax.sharding.get_abstract_mesh()
-    ways = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    tokens = P(BATCH_AXES if sources[0].shape[0] % ways == 0 else None)
+    ways = [math.prod(mesh.shape[axis] for axis in axes) for axes in split]
+    lead = sources[0].shape[:-1]
+    tokens = P(*(axes if n % w == 0 else None for axes, w, n in zip(split, ways, lead, strict=False)))
     out = (tokens, P(None, *tokens)) if return_weights else tokens
-    sharded = jax.shard_map(route, in_specs=(tokens, P(), tokens), out_specs=out, check_vma=False)
+    # Without the check of what varies, cotangents would be summed over axes that do not split tokens (tensor): a source
+    # sent at each site, for what every device has already.
+    sharded = jax.shard_map(route, in_specs=(tokens, P(), tokens), out_specs=out)
     return sharded(list(sources), row, residual)

@@ -86,7 +86,7 @@ def attention_sublayer(p: Arrays, h: jax.Array, context: TokenContext, config: M
         q, k, v, causal=True, segment_ids=context.segment_ids, implementation=config.attention_implementation
     )
     out = out.reshape(*out.shape[:2], -1) @ p["w_o"].astype(h.dtype)
-    return constrain(out, "batch", None, None)
+    return constrain(out, "batch", "length", None)
 
 
 def queries_keys_values(
@@ -103,7 +103,7 @@ def queries_keys_values(
         else:
             y = x @ kernel
         y = y.reshape(*x.shape[:2], -1, config.attention_head_dim)
-        return constrain(y, "batch", None, "heads", None)
+        return constrain(y, "batch", "length", "heads", None)
 
     def position(y: jax.Array, norm: str) -> jax.Array:
         wide = rms_norm(y, p[norm], config.norm_eps) if config.qk_norm else y
@@ -116,5 +116,5 @@ def mlp_sublayer(p: Arrays, h: jax.Array, config: ModelConfig) -> jax.Array:
     """h [B, T, D] to [B, T, D], in h's dtype."""
     x = read_through_norm(p, h, config)
     hidden = jax.nn.silu(x @ p["w_gate"].astype(x.dtype)) * (x @ p["w_up"].astype(x.dtype))
-    hidden = constrain(hidden, "batch", None, "hidden")
-    return constrain(hidden @ p["w_down"].astype(x.dtype), "batch", None, None)
+    hidden = constrain(hidden, "batch", "length", "hidden")
+    return constrain(hidden @ p["w_down"].astype(x.dtype), "batch", "length", None)

@@ -29,6 +29,9 @@ from mhar_jax.training.checksums import examine, json_digest
 
 _log = logging.getLogger("mhar_jax")
 _FORMAT = 1
+# Seconds that Orbax waits for a save at most. It reads the wall clock, which may jump by hours while a save is on its
+# way; a save that hangs is the business of `distributed`.
+_SAVE_TIMEOUT = 7 * 24 * 3600
 
 
 class Restored(NamedTuple):
@@ -49,7 +52,12 @@ class Checkpoints:
         for unfinished in sorted(self.directory.glob("*.orbax-checkpoint-tmp*")):
             step = unfinished.name.partition(".")[0]
             _log.warning("the save of step %s was not finished, so it is dropped for the one before it", step)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            create=True,
+            cleanup_tmp_directories=True,
+            async_options=ocp.AsyncOptions(timeout_secs=_SAVE_TIMEOUT),
+        )
         try:
             self._manager = ocp.CheckpointManager(self.directory, options=options)
         except (OSError, ValueError) as error:

@@ -22,6 +22,7 @@ from mhar_jax.routing_map import RoutingPictures
 from mhar_jax.sampling import sample_text
 from mhar_jax.sharding import check_batch, data_share, make_mesh
 from mhar_jax.training.checkpoints import Checkpoints, merge_data_states
+from mhar_jax.training.compiling import watch_compiling
 from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress, check_wandb
 from mhar_jax.training.reports import Clock, Evaluation, Reports, due
 from mhar_jax.training.run_directory import prepare_run_dir, write_file
@@ -94,7 +95,13 @@ def train(config: Config) -> None:
         for step in range(start + 1, config.steps + 1):
             profiler.before(step)
             tokens = _to_devices(next(iterator), trainer)
-            state, metrics = trainer.step(state, tokens)
+            if step == start + 1:
+                with watch_compiling() as compilation:
+                    state, metrics = trainer.step(state, tokens)
+                if compilation.programs:
+                    progress.say(f"step {compilation}")
+            else:
+                state, metrics = trainer.step(state, tokens)
             reports.add(step, metrics)
             profiler.after(step, metrics)
             progress.advance()

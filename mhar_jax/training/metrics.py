@@ -88,8 +88,10 @@ class EventFile:
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
         directory.mkdir(exist_ok=True)
-        now = time.time()
-        self.path = directory / f"events.out.tfevents.{now:.0f}.{socket.gethostname()}.{os.getpid()}"
+        now, earlier = time.time(), [_second_of(p.name) for p in directory.glob("events.out.tfevents.*")]
+        # TensorBoard reads the files by name: the newest must come last, whatever the clock did since the others.
+        second = max([int(now), *(n + 1 for n in earlier)])
+        self.path = directory / f"events.out.tfevents.{second:010d}.{socket.gethostname()}.{os.getpid()}"
         self._file = self.path.open("ab", buffering=0)
         start = Event(wall_time=now, step=first_step, session_log=SessionLog(status=SessionLog.START))
         try:
@@ -139,6 +141,9 @@ class Progress:
         self._terminal = sys.stderr.isatty() and not quiet
         self._quiet = quiet
         self._bar = tqdm(total=total, initial=done, disable=not self._terminal, dynamic_ncols=True, unit="step")
+        if self._terminal:  # tqdm reads the wall clock: set back, it would show nothing until the old time is reached
+            self._bar._time = time.monotonic
+            self._bar.start_t = self._bar.last_print_t = time.monotonic()
 
     def advance(self) -> None:
         """One step is done."""
@@ -169,6 +174,12 @@ class Progress:
     def close(self) -> None:
         """Leaves the bar as it is."""
         self._bar.close()
+
+
+def _second_of(name: str) -> int:
+    """The time in an event file's name, in seconds; -1 where it has none."""
+    part = name.removeprefix("events.out.tfevents.").partition(".")[0]
+    return int(part) if part.isdecimal() else -1
 
 
 def _write_all(file: io.FileIO, data: bytes) -> None:

@@ -17,26 +17,10 @@ from mhar_jax.conversion.sources import open_source
 from mhar_jax.huggingface.config import describe
 from mhar_jax.huggingface.keys import key_table
 from model_helpers import jit
+from tests.commands import Outcome, captured
 
 HF = Path(__file__).parent.parent / "fixtures" / "hf"
 NAMES = ("tiny-qwen3", "tiny-llama31", "tiny-mhar-qwen3", "tiny-delta-block-llama")
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
-    def one_sentence(self) -> str:
-        """The one line of standard error of a command that was refused."""
-        assert self.code == 2, (self.code, self.out, self.err)
-        lines = self.err.strip().splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("error: ")
-        return lines[0]
 
 
 class Tools:
@@ -107,9 +91,6 @@ def run(capsys) -> Callable[..., Outcome]:
     """Runs `python -m mhar_jax.convert` in this process: run("import", source, out)."""
 
     def command(*arguments: Any) -> Outcome:
-        capsys.readouterr()
-        code = convert.main([str(a) for a in arguments])
-        out, err = capsys.readouterr()
-        return Outcome(code, out, err)
+        return captured(convert.main, capsys, *arguments)
 
     return command

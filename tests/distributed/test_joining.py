@@ -70,11 +70,12 @@ class Device:
 @pytest.mark.parametrize(
     ("owners", "sizes", "parts"),
     [
-        ([0, 0, 1, 1], (4, 1, 1), [(0, 2), (1, 2)]),
-        ([0, 1, 0, 1], (4, 1, 1), [(0, 2), (1, 2)]),  # a process's devices are no neighbours
-        ([0, 1, 2, 3], (2, 1, 2), [(0, 2), (0, 2), (1, 2), (1, 2)]),  # tensor spans two processes
-        ([0, 1, 2, 3], (1, 1, 4), [(0, 1)] * 4),
-        ([0, 0, 1, 1], (1, 2, 2), [(0, 2), (1, 2)]),
+        ([0, 0, 1, 1], (4, 1, 1, 1), [(0, 2), (1, 2)]),
+        ([0, 1, 0, 1], (4, 1, 1, 1), [(0, 2), (1, 2)]),  # a process's devices are no neighbours
+        ([0, 1, 2, 3], (2, 1, 1, 2), [(0, 2), (0, 2), (1, 2), (1, 2)]),  # tensor spans two processes
+        ([0, 1, 2, 3], (2, 1, 2, 1), [(0, 2), (0, 2), (1, 2), (1, 2)]),  # context does
+        ([0, 1, 2, 3], (1, 1, 1, 4), [(0, 1)] * 4),
+        ([0, 0, 1, 1], (1, 2, 1, 2), [(0, 2), (1, 2)]),
     ],
 )
 def test_each_process_reads_the_rows_of_its_devices(monkeypatch, owners, sizes, parts):
@@ -111,10 +112,12 @@ def test_rows_that_overlap_in_part_are_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "across"),
     [
-        ((8, 1, 1), 0),
-        ((2, 4, 1), 0),
-        ((1, 4, 2), 1),
-        ((4, 1, 2), 0),
+        ((8, 1, 1, 1), 0),
+        ((2, 4, 1, 1), 0),
+        ((1, 4, 1, 2), 1),
+        ((4, 1, 1, 2), 0),
+        ((1, 2, 2, 2), 1),
+        ((2, 1, 4, 1), 0),
     ],
 )
 def test_only_data_and_fsdp_cross_slices(sizes, across):
@@ -126,10 +129,11 @@ def test_only_data_and_fsdp_cross_slices(sizes, across):
     assert [{d.slice_index for d in half.flat} for half in halves] == [{0}, {1}]
 
 
-def test_tensor_does_not_cross_slices():
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 8), (1, 1, 8, 1), (1, 1, 2, 4)])
+def test_context_and_tensor_do_not_cross_slices(sizes):
     devices = [Device(i, i // 4, i // 4) for i in range(8)]
     with pytest.raises(UserError, match="multiple of the 2 slices"):
-        sharding._placed({"data": 1, "fsdp": 1, "tensor": 8}, devices)
+        sharding._placed(dict(zip(sharding.AXES, sizes, strict=True)), devices)
 
 
 def test_a_mesh_of_one_slice_has_all_devices():

@@ -10,7 +10,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from tests.distributed.conftest import losses, wait_for_step
+from tests.commands import losses, wait_for_step
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -94,6 +94,7 @@ def test_two_processes_equal_one_and_survive_a_lost_one(launch, alone, tmp_path)
         (2, 2, ["--mesh.data=2", "--mesh.fsdp=2"]),
         (4, 1, ["--mesh.data=1", "--mesh.fsdp=4"]),
         (4, 1, ["--mesh.data=2", "--mesh.tensor=2"]),  # two processes share their rows
+        (4, 1, ["--mesh.data=2", "--mesh.context=2"]),  # and their rows' sequences are split
         (2, 1, ["--mesh.data=1", "--mesh.tensor=2", "--data.tokenize_at_start_mb=0"]),
     ],
 )
@@ -113,7 +114,7 @@ def test_processes_equal_one(launch, alone, tmp_path, count, devices, mesh):
 def test_the_coordinator_is_lost(launch, tmp_path):
     run_dir = tmp_path / "run"
     run = launch(2, f"--run_dir={run_dir}", "--steps=4000", "--eval.every=0", "--checkpoint.every=0")
-    wait_for_step(run_dir, 3, run)
+    wait_for_step(run_dir, 3, *run.processes)
     run.processes[0].kill()
     code, _, err = run.wait(60)[1]
     assert code == 3, err
@@ -126,7 +127,7 @@ def test_a_process_that_stands_still(launch, tmp_path):
     run_dir = tmp_path / "run"
     more = ("--steps=4000", "--eval.every=0", "--checkpoint.every=0", "--peer_timeout=5")
     run = launch(2, f"--run_dir={run_dir}", *more)
-    wait_for_step(run_dir, 3, run)
+    wait_for_step(run_dir, 3, *run.processes)
     run.processes[1].send_signal(signal.SIGSTOP)
     stopped = time.monotonic()
     out, err = run.processes[0].communicate(timeout=60)
@@ -140,7 +141,7 @@ def test_a_process_that_stands_still(launch, tmp_path):
 def test_a_signal_to_one_saves_and_ends_all(launch, tmp_path):
     run_dir = tmp_path / "run"
     run = launch(2, f"--run_dir={run_dir}", "--steps=4000", "--eval.every=0", "--checkpoint.every=0")
-    wait_for_step(run_dir, 3, run)
+    wait_for_step(run_dir, 3, *run.processes)
     run.processes[1].terminate()
     ends = run.wait(60)
     assert [end[0] for end in ends] == [0, 0], ends

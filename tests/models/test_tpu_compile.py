@@ -30,10 +30,17 @@ def chips():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "data", "tensor", "segments"), [(64, 4, 1, False), (80, 2, 2, True)])
-def test_flash_attention_compiles_inside_a_model(chips, head_dim, data, tensor, segments):
+@pytest.mark.parametrize(
+    ("head_dim", "mesh", "segments"),
+    [
+        (64, {"data": 4}, False),
+        (80, {"data": 2, "tensor": 2}, True),
+        (64, {"data": 1, "context": 2, "tensor": 2}, True),
+    ],
+)
+def test_flash_attention_compiles_inside_a_model(chips, head_dim, mesh, segments):
     """Head dims 64 and 80 unpadded, sharded over batch and heads, forward and both backward kernels."""
-    mesh = make_mesh(MeshConfig(data=data, tensor=tensor), chips)
+    mesh = make_mesh(MeshConfig(**mesh), chips)
     config = ModelConfig(
         variant="additive",
         vocab_size=512,

@@ -2,13 +2,13 @@
 
 import dataclasses
 import functools
+import gc
 import json
 import logging
 import math
 import os
 import pathlib
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,32 +20,18 @@ from jax.sharding import Mesh
 
 from mhar_jax.config import Config, make_config
 from mhar_jax.config.schema import MeshConfig
-from mhar_jax.sharding import AXES, make_mesh
+from mhar_jax.sharding import make_mesh
 from mhar_jax.training import loop, main
 from mhar_jax.training.step import Trainer, make_trainer
+from tests import commands
+from tests.commands import Outcome, Processes, captured, outcome
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-# 1 layer, D 32, 2 routing heads, float32, on the embedded text as bytes: 14,000 parameters, 8 sequences of 32 tokens.
+# Eight steps in two micro-batches, with averaged weights.
 TINY: dict[str, Any] = {
+    **commands.TINY,
     "steps": 8,
-    "batch_size": 8,
-    "seq_len": 32,
-    "model": {
-        "num_layers": 1,
-        "d_model": 32,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "ffn_dim": 48,
-        "context": 64,
-        "compute_dtype": "float32",
-        "init_std": 0.1,
-    },
     "optimizer": {"warmup_steps": 3, "accumulate": 2, "ema": 0.9, "z_loss": 1e-4},
-    "eval": {"every": 4, "batches": 1},
     "checkpoint": {"every": 0},
-    "log": {"every": 1, "tensorboard": False},
-    "sample": {"tokens": 0},
 }
 
 
@@ -75,23 +61,6 @@ def _flat(tree: Any) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(x) for p, x in leaves}
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
-    def one_sentence(self) -> str:
-        """The one line of standard error of a command that was refused."""
-        assert self.code == 2, (self.code, self.out, self.err)
-        lines = self.err.strip().splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("error: ")
-        return lines[0]
-
-
 class Tools:
     """Helpers that tests use through the fixture `tools`."""
 
@@ -99,31 +68,26 @@ class Tools:
         """The tiny run with nested changes; the vocabulary is the bytes'."""
         return make_config(merged(merged(TINY, {"model": {"vocab_size": 384}}), changes))
 
-    def trainer(self, config: Config, sizes: tuple[int, int, int] = (1, 1, 1)) -> Trainer:
-        """Compiled once for each config and mesh."""
-        devices = jax.devices()[: math.prod(sizes)]
-        return shared_trainer(config, make_mesh(MeshConfig(**dict(zip(AXES, sizes, strict=True))), devices))
+    def trainer(self, config: Config, sizes: tuple[int, ...] = (1, 1, 1)) -> Trainer:
+        """Compiled once for each config and mesh; sizes: data, fsdp, tensor and, if not 1, context."""
+        devices, names = jax.devices()[: math.prod(sizes)], ("data", "fsdp", "tensor", "context")
+        return shared_trainer(config, make_mesh(MeshConfig(**dict(zip(names, sizes, strict=False))), devices))
 
     def tokens(self, trainer: Trainer, seed: int = 0) -> jax.Array:
         """A random batch, below 257."""
         draw = np.random.default_rng(seed).integers(0, 257, trainer.batch.shape).astype(np.int32)
         return jax.device_put(draw, trainer.batch.sharding)
 
+    def forget(self) -> None:
+        """Drops all compiled programs: one for eight devices maps a thousand pieces of memory, a process has 65,530."""
+        _programs.cache_clear()
+        jax.clear_caches()
+        gc.collect()
+
     flat = staticmethod(_flat)
 
-    def metrics(self, run_dir: pathlib.Path) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl, strictly read."""
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line, parse_constant=lambda c: pytest.fail(f"{c} in JSON")) for line in lines]
-
-    def losses(self, run_dir: pathlib.Path) -> list[tuple[int, str, float]]:
-        """(step, name, value) of every loss, in the order of the file."""
-        found = []
-        for line in self.metrics(run_dir):
-            found += [
-                (line["step"], name, line[name]) for name in ("loss", "val_loss", "grad_norm", "lr") if name in line
-            ]
-        return found
+    metrics = staticmethod(commands.metrics)
+    losses = staticmethod(commands.losses)
 
     def saved(self, run_dir: pathlib.Path, step: int) -> dict[str, Any]:
         """Everything a checkpoint holds but its config, read without any of our code: arrays by path, and JSON."""
@@ -192,10 +156,7 @@ def here(preset, monkeypatch, capfd) -> Callable[..., Outcome]:
     levels = {name: logging.getLogger(name).level for name in ("absl", "orbax", "jax")}
 
     def run(*arguments: str) -> Outcome:
-        capfd.readouterr()
-        code = main.main([str(preset), *arguments])
-        out, err = capfd.readouterr()
-        return Outcome(code, out, err)
+        return captured(main.main, capfd, preset, *arguments)
 
     yield run
     for name, level in levels.items():
@@ -205,37 +166,21 @@ def here(preset, monkeypatch, capfd) -> Callable[..., Outcome]:
 @pytest.fixture
 def start(preset, compilation_cache) -> Callable[..., subprocess.Popen[str]]:
     """Starts train.py in a process of its own, on one CPU device unless told otherwise."""
-    running: list[subprocess.Popen[str]] = []
-    ours = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(compilation_cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
-    }
+    with Processes() as processes:
 
-    def run(
-        *arguments: str,
-        devices: int = 1,
-        file_limit: int | None = None,  # KiB
-        environment: Mapping[str, str] = {},
-    ) -> subprocess.Popen[str]:
-        limited = [] if file_limit is None else ["bash", "-c", f'ulimit -f {file_limit}; exec "$0" "$@"']
-        process = subprocess.Popen(
-            [*limited, sys.executable, str(ROOT / "train.py"), str(preset), *arguments],
-            env={**ours, "JAX_NUM_CPU_DEVICES": str(devices), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        running.append(process)
-        return process
+        def run(
+            *arguments: str,
+            devices: int = 1,
+            file_limit: int | None = None,  # KiB
+            environment: Mapping[str, str] = {},
+        ) -> subprocess.Popen[str]:
+            limited = [] if file_limit is None else ["bash", "-c", f'ulimit -f {file_limit}; exec "$0" "$@"']
+            cache = {"JAX_COMPILATION_CACHE_DIR": str(compilation_cache)}
+            return processes.start(
+                [preset, *arguments], devices=devices, environment={**cache, **environment}, before=limited
+            )
 
-    yield run
-    for process in running:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        yield run
 
 
 @pytest.fixture
@@ -243,9 +188,7 @@ def there(start) -> Callable[..., Outcome]:
     """Runs train.py in a process of its own to its end."""
 
     def run(*arguments: str, **options: Any) -> Outcome:
-        process = start(*arguments, **options)
-        out, err = process.communicate(timeout=300)
-        return Outcome(process.returncode, out, err)
+        return outcome(start(*arguments, **options))
 
     return run
 

@@ -10,9 +10,10 @@ import pytest
 from mhar_jax.config.schema import Variant
 from mhar_jax.sharding import BATCH
 
-# data, fsdp, tensor
+# data, fsdp, tensor and, where sequences are split, context
 PURE = [(8, 1, 1), (1, 8, 1), (1, 1, 8)]
 MIXED = [(2, 2, 2), (1, 2, 4)]
+CONTEXT = [(1, 2, 2, 2), (2, 1, 1, 4)]
 
 
 def gradients(tools, config, sizes):
@@ -31,12 +32,12 @@ def gradients(tools, config, sizes):
     return jax.device_get(metrics), {k: v / (1 - 0.9) for k, v in tools.flat(after["optimizer"][0].mu).items()}
 
 
-def check(tools, variant, meshes, **changes):
+def check(tools, variant, meshes, seq_len=30, **changes):
     """Against one device: the loss and every parameter's gradient, in relative norm."""
     # 30 positions in chunks of 50 tokens do not come out even; tensor does not divide 387.
     model = {"variant": variant, "vocab_size": 387, "loss_chunk": 50, "num_blocks": 1, **changes.pop("model", {})}
     optimizer = {"clip_norm": None, "ema": 0.0, "z_loss": 1e-3, "accumulate": 2, "warmup_steps": 0, **changes}
-    config = tools.config(model=model, optimizer=optimizer, seq_len=30, batch_size=16)
+    config = tools.config(model=model, optimizer=optimizer, seq_len=seq_len, batch_size=16)
     metrics, expected = gradients(tools, config, (1, 1, 1))
     assert sum(np.linalg.norm(g) > 1e-4 for g in expected.values()) >= len(expected) - 1, "gradients to compare"
     for sizes in meshes:
@@ -61,6 +62,10 @@ def test_mhar_on_a_mixed_mesh(tools):
     check(tools, "mhar", [(2, 2, 2)])
 
 
+def test_sequences_are_split(tools):
+    check(tools, "mhar", [(1, 2, 2, 2)], seq_len=28)
+
+
 def test_one_micro_batch_an_untied_head_and_a_vocabulary_that_is_split(tools):
     check(tools, "additive", [(2, 2, 2)], accumulate=1, model={"tie_embeddings": False, "vocab_size": 384})
 
@@ -69,6 +74,14 @@ def test_one_micro_batch_an_untied_head_and_a_vocabulary_that_is_split(tools):
 @pytest.mark.parametrize("variant", get_args(Variant))
 def test_each_variant_on_every_mesh(tools, variant):
     check(tools, variant, [*PURE, *MIXED], model={"num_layers": 2, "num_blocks": 2})
+    tools.forget()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", get_args(Variant))
+def test_each_variant_on_split_sequences(tools, variant):
+    check(tools, variant, CONTEXT, seq_len=28, model={"num_layers": 2, "num_blocks": 2, "remat": "sublayer"})
+    tools.forget()
 
 
 def test_no_device_holds_all_logits(tools):
@@ -91,7 +104,8 @@ def test_a_whole_run(here, there, tools, tmp_path):
     )
     assert outcome.code == 0, outcome.err
     assert "rematerialization" not in outcome.err, "the partitioner gathers an array because it knows no other way"
-    assert "8 x cpu (cpu), mesh data=2, fsdp=2, tensor=2" in outcome.out
+    assert "8 x cpu (cpu), mesh data=2, fsdp=2, context=1, tensor=2" in outcome.out
+    assert re.search(r"^step compiled in [\d.]+ s$", outcome.out, re.MULTILINE)
     assert (run_dir / "routing.png").stat().st_size > 1000
     one = tmp_path / "one"
     assert here(f"--run_dir={one}").code == 0

@@ -10,7 +10,12 @@ from mhar_jax.config.schema import MeshConfig
 from mhar_jax.sharding import make_mesh
 from mhar_jax.training import loop
 
-MESHES = {8: MeshConfig(data=2, fsdp=2, tensor=2), 4: MeshConfig(data=1, fsdp=4), 2: MeshConfig(tensor=2), 1: None}
+MESHES = {
+    8: MeshConfig(data=2, fsdp=2, tensor=2),
+    4: MeshConfig(data=1, fsdp=2, context=2),
+    2: MeshConfig(tensor=2),
+    1: None,
+}
 
 
 @pytest.fixture

@@ -65,8 +65,9 @@ def test_every_file_of_a_run(here, tools, tmp_path, monkeypatch, target):
     aside: dict[str, str] = {}  # what is written whole or not at all, and where it is written first
     if target == "events":
         (run_dir / "tensorboard").mkdir(parents=True)
-        name = run_dir / "tensorboard" / "events.out.tfevents.0.host.0"
+        name = run_dir / "tensorboard" / "events.out.tfevents.0000000000.host.0"
         monkeypatch.setattr("mhar_jax.training.metrics.time.time", lambda: 0)
+        monkeypatch.setattr("mhar_jax.training.metrics._second_of", lambda name: -1)  # a name that is there already
         monkeypatch.setattr("mhar_jax.training.metrics.socket.gethostname", lambda: "host")
         monkeypatch.setattr("mhar_jax.training.metrics.os.getpid", lambda: 0)
     else:

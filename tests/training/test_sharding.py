@@ -17,9 +17,9 @@ from mhar_jax.sharding import AXES, check_batch, constrain, fit, make_mesh, stat
 from mhar_jax.training.step import init_state, model_functions
 
 
-def mesh_of(data: int, fsdp: int, tensor: int) -> AbstractMesh:
+def mesh_of(data: int, fsdp: int, tensor: int, context: int = 1) -> AbstractMesh:
     """A mesh of any size, on no devices."""
-    return AbstractMesh((data, fsdp, tensor), AXES, axis_types=(AxisType.Auto,) * 3)
+    return AbstractMesh((data, fsdp, context, tensor), AXES, axis_types=(AxisType.Auto,) * 4)
 
 
 def axes_of(spec: P) -> list[tuple[str, ...]]:
@@ -77,7 +77,7 @@ def test_moments_and_averages_follow_their_parameter():
     )
     functions = model_functions(config)
     shapes = jax.eval_shape(lambda: init_state(config, functions))
-    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices())
+    mesh = jax.make_mesh((2, 2, 1, 2), AXES, axis_types=(AxisType.Auto,) * 4, devices=jax.devices())
     shardings = state_shardings(mesh, shapes)
     flat = lambda tree: [h.spec for h in jax.tree.leaves(tree)]
     moments = shardings["optimizer"][1][0]
@@ -96,14 +96,16 @@ def test_moments_and_averages_follow_their_parameter():
 def test_meshes():
     devices = jax.devices()
     shape = lambda **sizes: dict(make_mesh(MeshConfig(**sizes), devices).shape)
-    assert shape() == {"data": 8, "fsdp": 1, "tensor": 1}
-    assert shape(data=2, fsdp=-1, tensor=2) == {"data": 2, "fsdp": 2, "tensor": 2}
-    assert shape(data=1, fsdp=1, tensor=8) == {"data": 1, "fsdp": 1, "tensor": 8}
+    assert shape() == {"data": 8, "fsdp": 1, "context": 1, "tensor": 1}
+    assert shape(data=2, fsdp=-1, tensor=2) == {"data": 2, "fsdp": 2, "context": 1, "tensor": 2}
+    assert shape(data=1, fsdp=1, tensor=8) == {"data": 1, "fsdp": 1, "context": 1, "tensor": 8}
+    assert shape(fsdp=2, context=2) == {"data": 2, "fsdp": 2, "context": 2, "tensor": 1}
     for sizes, words in (
         ({"data": 4, "fsdp": 4}, "needs 16 devices, and there are 8"),
         ({"data": 2}, "needs 2 devices, and there are 8"),
         ({"tensor": 3}, "multiple of 3 devices, and there are 8"),
         ({"tensor": 16}, "multiple of 16 devices, and there are 8"),
+        ({"context": 3}, "context=3 x tensor=1 needs a multiple of 3 devices, and there are 8"),
     ):
         with pytest.raises(UserError, match=words):
             make_mesh(MeshConfig(**sizes), devices)
@@ -122,6 +124,13 @@ def test_batches_on_four_ways(batch, accumulate, fine):
             check_batch(config, mesh)
 
 
+def test_sequences_split_evenly():
+    mesh = make_mesh(MeshConfig(data=1, fsdp=2, context=4), jax.devices())
+    check_batch(make_config({"batch_size": 2, "seq_len": 36}), mesh)
+    with pytest.raises(UserError, match=r"seq_len must be a multiple of mesh\.context = 4, got 30"):
+        check_batch(make_config({"batch_size": 2, "seq_len": 30}), mesh)
+
+
 def test_activations_are_pinned_where_the_mesh_divides():
     mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2), jax.devices())
 
@@ -133,5 +142,8 @@ def test_activations_are_pinned_where_the_mesh_divides():
     assert spec((4, 3, 6), "batch", None, "hidden") == "('data', 'fsdp'), None, 'tensor'"
     assert spec((4, 3, 5), "batch", None, "hidden") == "('data', 'fsdp'), None, UNCONSTRAINED"
     assert spec((3, 3, 6), "batch", None, "hidden") == "UNCONSTRAINED, None, 'tensor'"
+    mesh = make_mesh(MeshConfig(data=2, context=2, tensor=2), jax.devices())
+    assert spec((4, 6, 6), "batch", "length", "hidden") == "('data', 'fsdp'), 'context', 'tensor'"
+    assert spec((4, 1, 6), "batch", "length", None) == "('data', 'fsdp'), UNCONSTRAINED, None"
     x = jax.ShapeDtypeStruct((4, 3), "float32")
     assert "sharding_constraint" not in str(jax.make_jaxpr(lambda x: constrain(x, "batch", None))(x)), "no mesh"

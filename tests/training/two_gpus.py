@@ -1,4 +1,4 @@
-"""python tests/training/two_gpus.py: `mhar_1b` on two GPUs, split by fsdp and by data, against one GPU.
+"""python tests/training/two_gpus.py: `mhar_1b` on two GPUs, split by fsdp, data or context, against one GPU.
 
 Prints the relative difference of the gradients of one global batch (Adam's first moment over 1 - beta1, without
 clipping), tokens/s at the same batch a GPU, and the routed model's share of additive's throughput.
@@ -20,6 +20,7 @@ from mhar_jax.sharding import make_mesh
 from mhar_jax.training.step import make_trainer
 
 MESHES = {"one": MeshConfig(), "fsdp=2": MeshConfig(data=1, fsdp=2), "data=2": MeshConfig(data=2)}
+MESHES["context=2"] = MeshConfig(data=1, context=2)
 
 
 def trainer_of(options: Any, mesh: str, variant: str, rows: int) -> Any:
@@ -64,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="mhar_1b")
     parser.add_argument("--rows", type=int, default=2, help="sequences a GPU")
+    parser.add_argument("--meshes", default="fsdp=2,data=2", help=f"of {', '.join(list(MESHES)[1:])}")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--set", action="append", default=[], help="override of a config field, repeatable")
@@ -71,7 +73,8 @@ def main() -> None:
     print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}")
     found: dict[str, Any] = {}
     expected = gradients(options, "one")
-    for mesh in ("fsdp=2", "data=2"):
+    meshes = options.meshes.split(",")
+    for mesh in meshes:
         got = gradients(options, mesh)
         norm = lambda tree: np.sqrt(sum(np.sum(x * x) for x in tree.values()))
         whole = norm({k: got[k] - v for k, v in expected.items()}) / norm(expected)
@@ -79,8 +82,8 @@ def main() -> None:
         worst = max(each, key=lambda k: each[k])
         found[f"gradients {mesh}"] = {"relative": float(whole), "worst": worst, "worst_relative": float(each[worst])}
         print(f"gradients, {mesh}: {whole:.2e} from one GPU's; worst {worst} {each[worst]:.2e}", flush=True)
-    speeds = {(m, v): tokens_per_second(options, m, v) for m in MESHES for v in ("additive", "mhar")}
-    for mesh in MESHES:
+    speeds = {(m, v): tokens_per_second(options, m, v) for m in ("one", *meshes) for v in ("additive", "mhar")}
+    for mesh in ("one", *meshes):
         additive, mhar = speeds[mesh, "additive"], speeds[mesh, "mhar"]
         scale = {v: speeds[mesh, v] / speeds["one", v] for v in ("additive", "mhar")}
         found[mesh] = {"additive": additive, "mhar": mhar, "ratio": mhar / additive, "scale": scale}
