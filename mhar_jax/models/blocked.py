@@ -137,10 +137,11 @@ class PassReader:
                 implementation=implementation,
                 token_axes=axes_of_tokens(implementation),
             )
-            each = queries.shape[0] // len(sites)
-            for k, site in enumerate(sites):
-                mine = slice(k * each, (k + 1) * each) if grouped else k
-                self.parts.setdefault(site, []).append(Part(made.mix[mine], made.lse[mine]))
+            if grouped:
+                made = Part(*(a.reshape(len(sites), -1, *a.shape[1:]) for a in made))
+            # The transpose of `unstack` is one stack; indexing would add up a full-size gradient a site.
+            for site, mix, lse in zip(sites, jax.lax.unstack(made.mix), jax.lax.unstack(made.lse), strict=True):
+                self.parts.setdefault(site, []).append(Part(mix, lse))
 
     def _one(self, site: int, source: jax.Array) -> Part:
         """The part of a single source [..., D] at a site."""
