@@ -2,8 +2,8 @@
 
 import os
 
-# Before JAX looks for devices: libtpu is here for its compiler, not for a chip.
-os.environ["JAX_PLATFORMS"] = "cpu"
+# Before JAX looks for devices: libtpu is here for its compiler, not for a chip. Tests that need a chip say how to ask.
+os.environ["JAX_PLATFORMS"] = os.environ.get("MHAR_TEST_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import jax

@@ -217,6 +217,16 @@ def _budget(call: RouteCall) -> int:
     return max(SMALLEST_BUDGET, min(LARGEST_BUDGET, pltpu.get_tpu_info().vmem_capacity_bytes // 2))
 
 
+def capacity(call: RouteCall) -> int:
+    """Bytes of VMEM that a tile may take; ahead of time, when the chip is not known, those of the chips that have most.
+
+    The smallest chip, v4, has 16 MiB, which a few shapes exceed with the smallest tile: the widest, with many heads.
+    """
+    if _device_kind(call) is None:
+        return LARGEST_EXPLICIT
+    return min(LARGEST_EXPLICIT, pltpu.get_tpu_info().vmem_capacity_bytes - MIB // 2)
+
+
 def _constant_bytes(call: RouteCall, heads: Heads, rows: int) -> int:
     """What does not grow with the tile: parameters, and the compiler's temporaries of one group of rows."""
     parameters = 2 * 8 * heads.padded * 4 * (2 + call.has_null)

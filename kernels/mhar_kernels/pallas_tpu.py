@@ -17,11 +17,11 @@ from mhar_kernels.pallas_common import Inputs, Layout
 from mhar_kernels.pallas_forward import forward_call
 from mhar_kernels.pallas_heads import Heads
 from mhar_kernels.pallas_plan import (
-    LARGEST_EXPLICIT,
     MIB,
     NAME,
     Plan,
     backward_plan,
+    capacity,
     forward_plan,
     kept_arrays,
     sublanes,
@@ -55,9 +55,9 @@ def unsupported(call: RouteCall) -> str | None:
     for plan in (forward_plan(call), backward_plan(call)):
         if plan.rows % 8 or (not call.interpret and plan.rows % sublanes(call)):
             return f"tile rows must be a multiple of {sublanes(call)} for {call.dtype}, got {plan.rows}"
-        if plan.vmem_bytes > LARGEST_EXPLICIT:
+        if plan.vmem_bytes > capacity(call):
             return (
-                f"its tile would take {plan.vmem_bytes / MIB:.0f} MiB of VMEM, more than {LARGEST_EXPLICIT // MIB}; "
+                f"its tile would take {plan.vmem_bytes / MIB:.1f} MiB of VMEM, more than {capacity(call) / MIB:.1f}; "
                 "pass a smaller tile={'rows': ..., 'chunk': ...} or none, or implementation='xla'"
             )
     return None

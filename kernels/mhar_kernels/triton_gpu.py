@@ -22,7 +22,8 @@ NAME = "triton"
 MAX_DIM = 16_384  # a row is held in the registers of one program
 _MULTIPROCESSORS = 132  # of an H100 or H200, where the device cannot be asked
 _MOST_FEATURES_A_LANE = 256  # a lane has 255 registers
-_MOST_SHARED = 227 * 1024  # bytes a program, of the chips that have most: sm_90 and sm_100
+# Shared memory of a program in KiB, by compute capability (CUDA C++ programming guide, technical specifications).
+_SHARED = {"8.0": 163, "8.6": 99, "8.7": 163, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 Launcher = Callable[..., list[jax.Array]]
 _MANTISSA = {"bfloat16": 7, "float16": 10, "float32": 23}
 
@@ -395,10 +396,13 @@ def _refuse_too_large(call: RouteCall, chosen: Tile) -> None:
             f"at D={call.dim}, and it holds at most {_MOST_FEATURES_A_LANE}: fewer sources or more warps would fit"
         )
     buffered = (chosen.stages - 1) * step * np.dtype(call.dtype).itemsize
-    if buffered > _MOST_SHARED:
+    device = triton_launch.gpu()
+    capability = getattr(device, "compute_capability", None)  # without a GPU, those that have most
+    most = 1024 * _SHARED.get(str(capability), max(_SHARED.values()))
+    if buffered > most:
         raise ValueError(
-            f"tile stages={chosen.stages} needs {buffered} bytes of shared memory, and a program has at most "
-            f"{_MOST_SHARED}: fewer stages or sources would fit"
+            f"tile stages={chosen.stages} needs {buffered} bytes of shared memory, and a program has at most {most}: "
+            "fewer stages or sources would fit"
         )
 
 

@@ -1,6 +1,6 @@
 """Arrays of more than 2**31 numbers: offsets must not wrap. Needs a GPU with 24 GB free.
 
-python -m pytest tests/kernels/test_large_offsets.py -n 0
+MHAR_TEST_PLATFORMS=cuda python -m pytest tests/kernels/test_large_offsets.py -n 0
 """
 
 import jax

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import ClassVar
 
 import jax
@@ -247,6 +248,20 @@ def test_vmem_fits_the_smallest_chip(n, dim, heads, dtype):
         assert plan.rows % plan.group == 0
         assert plan.first + (plan.chunks - 1) * plan.chunk == n
     assert backward_plan(call).resident == backward_plan(dataclasses.replace(call, differentiated=False)).resident
+
+
+def test_what_a_chip_has_no_room_for_is_refused_before_launch(monkeypatch):
+    """Wide rows of many heads, whose smallest tile is beyond the 16 MiB of a v4."""
+    from mhar_kernels import pallas_plan, pallas_tpu
+
+    call = dataclasses.replace(CALL, num_sources=2, dim=16384, num_heads=16384, differentiated=True)
+    assert pallas_tpu.unsupported(call) is None  # ahead of time, for some chip
+    monkeypatch.setattr(pallas_plan, "_device_kind", lambda call: "TPU v4")
+    monkeypatch.setattr(pallas_plan.pltpu, "get_tpu_info", lambda: SimpleNamespace(vmem_capacity_bytes=16 * MIB))
+    reason = pallas_tpu.unsupported(call)
+    assert reason is not None
+    assert "MiB of VMEM, more than 15.5" in reason
+    assert "implementation='xla'" in reason
 
 
 @pytest.mark.parametrize(
