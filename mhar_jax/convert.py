@@ -133,7 +133,8 @@ def _export(options: argparse.Namespace) -> None:
 def _warn_of(what: str, names: list[str]) -> None:
     if names:
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        print(f"warning: {what} {len(names)} tensors: {', '.join(names[:5])}{more}", file=sys.stderr)
+        count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+        print(f"warning: {what} {count}: {', '.join(names[:5])}{more}", file=sys.stderr)
 
 
 @contextlib.contextmanager

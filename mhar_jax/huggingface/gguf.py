@@ -185,7 +185,7 @@ def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
     if "model.embed_tokens.weight" not in file.names:
         raise UserError(f"{file.path} must hold token_embd.weight, and does not")
     heads, width = file.heads, file.whole("llama.embedding_length")
-    fields = {
+    fields: dict[str, Any] = {
         "variant": "additive",
         "vocab_size": file.shape("model.embed_tokens.weight")[0],
         "num_layers": file.whole("llama.block_count"),

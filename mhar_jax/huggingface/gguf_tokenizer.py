@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from mhar_jax.data.tokenizers import HuggingFaceTokenizer
 from mhar_jax.errors import UserError, one_line
@@ -28,7 +29,7 @@ def gguf_tokenizer(path: str | Path) -> HuggingFaceTokenizer:
         known = ", ".join((*_DIGITS_ALONE, *_PLAIN))
         raise UserError(f"{path}: the tokenizer must be gpt2 with splitting {known}, got {kind} with {split}")
     tokens = file.listed("tokenizer.ggml.tokens", str)
-    merges = [tuple(merge.split(" ")) for merge in file.listed("tokenizer.ggml.merges", str)]
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in file.listed("tokenizer.ggml.merges", str)]
     types = file.listed("tokenizer.ggml.token_type", int)
     eos_id = file.token_id("tokenizer.ggml.eos_token_id", len(tokens))
     if len(types) != len(tokens):

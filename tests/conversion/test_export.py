@@ -159,7 +159,11 @@ def test_stock_transformers(tools, run, tmp_path, name):
     has = subprocess.run([TRANSFORMERS_PYTHON, "-c", "import torch, transformers"], capture_output=True, check=False)
     if has.returncode:
         pytest.skip(f"{TRANSFORMERS_PYTHON} has no PyTorch and transformers (MHAR_TRANSFORMERS_PYTHON names another)")
-    assert run("import", tools.fixtures / name, tmp_path / "run").code == 0
+    source = shutil.copytree(tools.fixtures / name, tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    described = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(described | {"eos_token_id": [2, 3]}))
+    assert run("import", source, tmp_path / "run").code == 0
     assert run("export", tmp_path / "run", tmp_path / "hf").code == 0
     expected = np.load(tools.fixtures / name / "expected.npz")
     np.save(tmp_path / "tokens.npy", expected["input_ids"])
@@ -170,3 +174,4 @@ def test_stock_transformers(tools, run, tmp_path, name):
     found = np.load(tmp_path / "out.npz")
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-5)
     np.testing.assert_array_equal(found["greedy"], expected["greedy"])
+    assert found["special"].tolist() == [1, 2, 3]  # only config.json of the source names them

@@ -249,7 +249,7 @@ def test_what_float16_cannot_hold_is_warned_about_and_named(hf, run, tmp_path):
     save_file(tensors, hf / "model.safetensors")
     outcome = run("export", hf, tmp_path / "out", "--dtype=float16")
     assert outcome.code == 0
-    assert outcome.err == f"warning: values beyond float16 became infinite in 1 tensors: {NORM}\n"
+    assert outcome.err == f"warning: values beyond float16 became infinite in 1 tensor: {NORM}\n"
     assert "inf" not in outcome.out
     assert np.isinf(load_file(tmp_path / "out" / "model.safetensors")[NORM][3])
 
