@@ -1,6 +1,6 @@
-"""Logits, a greedy continuation and the ids of special tokens from stock transformers: DIRECTORY TOKENS.npy OUT.npz, in a process of its own.
+"""Logits, a greedy continuation and ids of special tokens from stock transformers: DIRECTORY TOKENS.npy OUT.npz.
 
-Any Python with PyTorch and transformers will do; it needs nothing of ours.
+In a process of its own: any Python with PyTorch and transformers will do; it needs nothing of ours.
 """
 
 import sys
