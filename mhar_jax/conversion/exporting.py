@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,7 +77,7 @@ def export_checkpoint(
         dtypes = {p.dtype.name for p in plan}
         described = describe(model, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
         _write_json(aside / "config.json", described | read_ids(aside / GENERATION))
-        (aside / "README.md").write_text(model_card(source, Path(out).name), encoding="utf-8")
+        (aside / "README.md").write_text(model_card(source, Path(os.path.realpath(out)).name), encoding="utf-8")
     return Exported(model, names, reader.rounded, reader.not_finite, reader.overflowed)
 
 
