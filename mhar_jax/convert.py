@@ -65,10 +65,7 @@ def _import(options: argparse.Namespace) -> None:
             tensor=options.tensor,
             progress=progress,
         )
-    if done.not_finite:
-        more = f" and {len(done.not_finite) - 5} more" if len(done.not_finite) > 5 else ""
-        names = ", ".join(done.not_finite[:5])
-        print(f"warning: infinities or NaN in {len(done.not_finite)} tensors: {names}{more}", file=sys.stderr)
+    _warn_of("infinities or NaN in", done.not_finite)
     model = done.config.model
     print(f"wrote {options.out}: {model.variant}, {done.parameters:,} parameters in {model.param_dtype}")
     if not (pathlib.Path(options.out) / "tokenizer.json").is_file():
@@ -84,6 +81,8 @@ def _graft(options: argparse.Namespace) -> None:
         raise UserError(
             f"--no-gate and --no-null-source belong to {' and '.join(DELTA_VARIANTS)}, not {options.variant}"
         )
+    if options.sample_tokens < 0:
+        raise UserError(f"--sample-tokens must be at least 0, got {options.sample_tokens}")
     mesh = make_mesh(MeshConfig(data=options.data, fsdp=options.fsdp, tensor=options.tensor))
     with _bar() as progress:
         done = graft(
@@ -98,6 +97,7 @@ def _graft(options: argparse.Namespace) -> None:
             null_source=not options.no_null_source,
             gate=not options.no_gate,
         )
+    _warn_of("infinities or NaN in", done.not_finite)
     model = done.config.model
     if not is_identity(model):
         print(
@@ -123,9 +123,18 @@ def _export(options: argparse.Namespace) -> None:
         done = export_checkpoint(
             options.checkpoint, options.out, dtype=options.dtype, max_shard_gb=options.max_shard_gb, progress=progress
         )
+    _warn_of("infinities or NaN in", done.not_finite)
+    _warn_of(f"values beyond {options.dtype} became infinite in", done.overflowed)
     rounded = f"; rounding changed values by up to {done.rounded:g}" if done.rounded else ""
     loads = "stock transformers load it" if done.model.variant == "additive" else "in the published routed layout"
     print(f"wrote {options.out}: {done.model.variant}, {len(done.files)} safetensors files, {loads}{rounded}")
+
+
+def _warn_of(what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        count = f"{len(names)} tensor{'s' if len(names) > 1 else ''}"
+        print(f"warning: {what} {count}: {', '.join(names[:5])}{more}", file=sys.stderr)
 
 
 @contextlib.contextmanager

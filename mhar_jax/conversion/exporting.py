@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ from mhar_jax.conversion.aside import written_aside
 from mhar_jax.conversion.card import model_card
 from mhar_jax.conversion.importing import Progress
 from mhar_jax.conversion.sources import Parameters, copy_tokenizer, open_source
+from mhar_jax.conversion.special_tokens import GENERATION, read_ids
 from mhar_jax.errors import UserError
 from mhar_jax.huggingface.config import describe
 from mhar_jax.huggingface.keys import Key, key_table
-from mhar_jax.huggingface.safetensors import Planned, write_file
+from mhar_jax.huggingface.safetensors import Planned, row_slices, write_file
 from mhar_jax.huggingface.tensors import INDEX, SINGLE
 
 
@@ -26,7 +28,9 @@ class Exported(NamedTuple):
 
     model: ModelConfig
     files: list[str]  # of tensors
-    rounded: float  # largest change of a value by the dtype; 0: every value is exactly the checkpoint's
+    rounded: float  # largest change of a finite value by the dtype; 0: every value is exactly the checkpoint's
+    not_finite: list[str]  # tensors with infinities or NaN in the checkpoint
+    overflowed: list[str]  # tensors with values that the dtype made infinite
 
 
 def export_checkpoint(
@@ -71,10 +75,10 @@ def export_checkpoint(
             _write_json(aside / INDEX, _index(names, shards))
         copy_tokenizer(source, aside)
         dtypes = {p.dtype.name for p in plan}
-        _write_json(aside / "config.json", describe(model, dtype=dtypes.pop() if len(dtypes) == 1 else "float32"))
-        _add_special_tokens(aside)
-        (aside / "README.md").write_text(model_card(source, Path(out).name), encoding="utf-8")
-    return Exported(model, names, reader.rounded)
+        described = describe(model, dtype=dtypes.pop() if len(dtypes) == 1 else "float32")
+        _write_json(aside / "config.json", described | read_ids(aside / GENERATION))
+        (aside / "README.md").write_text(model_card(source, Path(os.path.realpath(out)).name), encoding="utf-8")
+    return Exported(model, names, reader.rounded, reader.not_finite, reader.overflowed)
 
 
 def _dtype(parameters: Parameters, key: Key, dtype: str | None) -> np.dtype:
@@ -110,6 +114,8 @@ class _Reader:
 
     def __init__(self, parameters: Parameters, keys: list[Key], plan: list[Planned], progress: Progress):
         self.rounded = 0.0
+        self.not_finite: list[str] = []
+        self.overflowed: list[str] = []
         self._parameters, self._progress = parameters, progress
         self._keys = {key.name: key for key in keys}
         self._stacked: dict[Any, np.ndarray] = {}
@@ -124,34 +130,31 @@ class _Reader:
                 if key.path not in self._stacked:
                     self._stacked[key.path] = self._parameters.read(key.path)
                 value = self._stacked[key.path][key.row]
-            self._look(value, planned.dtype)
+            self._look(value, planned)
             self._progress(value.size)
             yield key.theirs(value)
             del value
 
-    def _look(self, value: np.ndarray, dtype: np.dtype) -> None:
-        """Takes note of what rounding to `dtype` changes, some rows at a time."""
-        if value.dtype == dtype:
-            return
-        for row in value if value.ndim > 1 else [value]:
-            wide = row.astype(np.float32)
-            change = np.abs(wide - row.astype(dtype).astype(np.float32))
-            self.rounded = max(self.rounded, float(change.max(initial=0.0)))
+    def _look(self, value: np.ndarray, planned: Planned) -> None:
+        """Takes note of what is not finite, and of what rounding to the planned dtype changes, some rows at a time."""
+        finite, overflows = True, False
+        for part in row_slices(value.shape, value.dtype.itemsize):
+            rows = value[part]
+            given = np.isfinite(rows)
+            finite = finite and bool(given.all())
+            if value.dtype == planned.dtype:
+                continue
+            with np.errstate(over="ignore", invalid="ignore"):
+                wide, narrow = rows.astype(np.float32), rows.astype(planned.dtype).astype(np.float32)
+                change = np.abs(wide - narrow)
+            kept = given & np.isfinite(narrow)
+            overflows = overflows or bool((given & ~kept).any())
+            self.rounded = max(self.rounded, float(change.max(initial=0.0, where=kept)))
+        if not finite:
+            self.not_finite.append(planned.name)
+        if overflows:
+            self.overflowed.append(planned.name)
 
 
 def _write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _add_special_tokens(directory: Path) -> None:
-    """Stock code takes the ids of special tokens from config.json where generation_config.json has none."""
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        return
-    try:
-        generation = json.loads(path.read_text(encoding="utf-8"))
-        ids = {k: generation[k] for k in ("bos_token_id", "eos_token_id", "pad_token_id") if k in generation}
-    except (ValueError, TypeError):
-        return
-    config = directory / "config.json"
-    _write_json(config, json.loads(config.read_text(encoding="utf-8")) | ids)

@@ -40,6 +40,7 @@ class Grafted(NamedTuple):
 
     config: Config
     deviation: Deviation | None
+    not_finite: list[str]  # tensors that hold infinities or NaN
 
 
 def is_identity(model: ModelConfig) -> bool:
@@ -91,15 +92,20 @@ def graft(
       **routing: see `grafted_model`.
 
     Raises:
-      UserError: the checkpoint cannot be read or grafted, or `out` is there or cannot be written.
+      UserError: sample_tokens is below 0, the checkpoint cannot be read or grafted, or `out` is there or cannot be
+        written.
     """
+    if sample_tokens < 0:
+        raise UserError(f"sample_tokens must be at least 0, got {sample_tokens}")
     source = open_source(checkpoint)
     model = grafted_model(source.model, **routing)
     with written_aside(Path(out)) as aside:
         writer = CheckpointWriter(aside)
+        not_finite: list[str] = []
         for path in source.parameters.paths:
             value = source.parameters.read(path)
-            writer.write(path, value, np.dtype(jnp.dtype(model.param_dtype)))
+            if not writer.write(path, value, np.dtype(jnp.dtype(model.param_dtype))):
+                not_finite += source.parameters.tensor_names(path)
             progress(value.size)
             del value
         for path, value in fresh_routing(model):
@@ -108,7 +114,7 @@ def graft(
         writer.finish(config)
         record(aside, "graft", source, {"routing": {k: v for k, v in routing.items() if v is not None}})
         deviation = compare_logits(source, aside, mesh, sample_tokens) if sample_tokens else None
-    return Grafted(config, deviation)
+    return Grafted(config, deviation, not_finite)
 
 
 def fresh_routing(model: ModelConfig) -> Iterator[tuple[ParameterPath, np.ndarray]]:
@@ -128,7 +134,8 @@ def compare_logits(original: Source, grafted: Path, mesh: Mesh | None, sample_to
     one = make_mesh(MeshConfig(), jax.local_devices()[:1])
     before = _logits(original.path, tokens, mesh or one)
     after = _logits(grafted, tokens, mesh or one)
-    largest: dict[str, float] = {d: float(np.max(np.abs(after[d] - before[d]))) for d in DTYPES}
+    with np.errstate(invalid="ignore"):  # infinity less infinity is the NaN that `largest` promises
+        largest: dict[str, float] = {d: float(np.max(np.abs(after[d] - before[d]))) for d in DTYPES}
     logits: dict[str, float] = {d: float(np.max(np.abs(before[d]))) for d in DTYPES}
     return Deviation(largest, logits, tokens.size)
 

@@ -37,7 +37,8 @@ def import_checkpoint(
 ) -> Converted:
     """Writes the model of a Hugging Face directory or GGUF file as a run directory, tensor by tensor.
 
-    Memory: the largest tensor as it is stored, and a few times 64 MiB.
+    Memory: the largest tensor as it is stored, and a few times 64 MiB. More for a GGUF file, which dequantises a whole
+    tensor to float32 at a time, and for a tied model that holds its embedding twice, which compares the two whole.
 
     Args:
       source: the directory or file.

@@ -1,6 +1,7 @@
 """Any checkpoint as parameters that are read one at a time."""
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,7 @@ from flax import nnx
 
 from mhar_jax.config.load import make_config
 from mhar_jax.config.schema import Config, DataConfig, ModelConfig
+from mhar_jax.conversion.special_tokens import GENERATION, complete, gguf_ids, read_ids
 from mhar_jax.conversion.writer import parameter_store
 from mhar_jax.errors import UserError, one_line, writing
 from mhar_jax.huggingface.keys import Path as ParameterPath
@@ -31,7 +33,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
-    "generation_config.json",
+    GENERATION,
 )
 
 
@@ -150,30 +152,44 @@ def copy_tokenizer(source: Source, target: Path) -> DataConfig:
     """Brings the tokenizer along, and gives the config section that names its end-of-text token.
 
     A run without tokenizer files in its directory gives those of `data.tokenizer`; a GGUF file gives a tokenizer.json.
+    Ids of special tokens that only config.json or the GGUF file names go into generation_config.json.
 
     Raises:
-      UserError: a file cannot be copied.
+      UserError: a file cannot be copied, or special tokens of a GGUF file that its tokenizer does not have.
     """
     data = DataConfig() if source.run is None else source.run.data
     if source.kind == "gguf":
-        from mhar_jax.huggingface.gguf_tokenizer import gguf_tokenizer
-
-        try:
-            tokenizer = gguf_tokenizer(source.path)
-        except UserError:  # of a kind that is not known here: the model is still good
-            return data
-        with writing("the tokenizer", target):
-            tokenizer.implementation.save(str(target / "tokenizer.json"))
-        return dataclasses.replace(data, eos_token=tokenizer.eos_token)
+        return _write_gguf_tokenizer(source.path, target, data)
     places = [source.path]
     if data.tokenizer != "bytes":
         named = Path(data.tokenizer)
         places.append(named if named.is_dir() else named.parent)
-    for place in places:
-        found = [place / name for name in TOKENIZER_FILES if (place / name).is_file()]
-        if any(file.name != "generation_config.json" for file in found):
-            with writing("the tokenizer", target):
-                for file in found:
-                    shutil.copyfile(file, target / file.name)
-            break
+    found = {place: [n for n in TOKENIZER_FILES if (place / n).is_file()] for place in places}
+    # The first place with a tokenizer; a place with nothing but generation settings is the last resort.
+    places.sort(key=lambda place: (not found[place], found[place] == [GENERATION]))
+    with writing("the tokenizer", target):
+        for name in found[places[0]]:
+            shutil.copyfile(places[0] / name, target / name)
+        if source.kind == "huggingface":
+            complete(target, read_ids(source.path / "config.json"))
     return data
+
+
+def _write_gguf_tokenizer(path: Path, target: Path, data: DataConfig) -> DataConfig:
+    from mhar_jax.huggingface.gguf import GGUFFile
+    from mhar_jax.huggingface.gguf_tokenizer import gguf_tokenizer
+
+    file = GGUFFile(path)
+    ids = gguf_ids(file, file.shape("model.embed_tokens.weight")[0])
+    with writing("the tokenizer", target):
+        complete(target, ids)
+    try:
+        tokenizer = gguf_tokenizer(path)
+    except UserError:  # of a kind that is not known here: the model is still good
+        return data
+    named = {name.removesuffix("_id"): tokenizer.implementation.id_to_token(i) for name, i in ids.items()}
+    described = {"tokenizer_class": "PreTrainedTokenizerFast", **{k: v for k, v in named.items() if v is not None}}
+    with writing("the tokenizer", target):
+        tokenizer.implementation.save(str(target / "tokenizer.json"))
+        (target / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
+    return dataclasses.replace(data, eos_token=tokenizer.eos_token)

@@ -7,6 +7,7 @@ small JSON files beside them are written here. Orbax reads them back; a test com
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,8 @@ class CheckpointWriter:
 
 def parameter_store(item: Path, name: str) -> dict[str, Any]:
     """The TensorStore spec of one array of an Orbax item; `name` has dots between the keys of the tree."""
-    kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item.absolute()}/"}, "path": f"{name}/"}
+    directory = os.path.realpath(item)  # TensorStore refuses `..`
+    kvstore = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{directory}/"}, "path": f"{name}/"}
     return {"driver": "zarr", "kvstore": kvstore}
 
 

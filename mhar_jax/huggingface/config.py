@@ -1,6 +1,8 @@
 """A Hugging Face `config.json` as a ModelConfig."""
 
-from collections.abc import Mapping
+import reprlib
+import sys
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mhar_jax.config.schema import DELTA_VARIANTS, ModelConfig, RopeScaling
@@ -27,31 +29,26 @@ def model_config(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     Raises:
       UserError: a family, mode or option that this package does not compute, or a missing key.
     """
-    family = hf.get("model_type")
-    if family not in FAMILIES:
-        raise UserError(f"config.json: model_type must be one of {', '.join(FAMILIES)}, got {family!r}")
-    for key, wanted in (
-        ("hidden_act", "silu"),
-        ("attention_bias", False),
-        ("mlp_bias", False),
-        ("use_sliding_window", False),
-    ):
-        if hf.get(key, wanted) != wanted:
-            raise UserError(f"config.json: {key} must be {wanted!r}, got {hf[key]!r}")
+    family = _one_of(hf, "model_type", FAMILIES)
+    _one_of(hf, "hidden_act", ("silu",), "silu")
+    for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
+        if _flag(hf, key):
+            raise UserError(f"config.json: {key} must be False, got True")
+    heads = _whole(hf, "num_attention_heads")
     fields: dict[str, Any] = {
         "variant": "additive",
-        "vocab_size": _get(hf, "vocab_size"),
-        "num_layers": _get(hf, "num_hidden_layers"),
-        "d_model": _get(hf, "hidden_size"),
-        "num_heads": _get(hf, "num_attention_heads"),
-        "num_kv_heads": hf.get("num_key_value_heads") or _get(hf, "num_attention_heads"),
-        "head_dim": hf.get("head_dim"),
-        "ffn_dim": _get(hf, "intermediate_size"),
-        "context": _get(hf, "max_position_embeddings"),
+        "vocab_size": _whole(hf, "vocab_size"),
+        "num_layers": _whole(hf, "num_hidden_layers"),
+        "d_model": _whole(hf, "hidden_size"),
+        "num_heads": heads,
+        "num_kv_heads": _whole(hf, "num_key_value_heads", heads),
+        "head_dim": None if hf.get("head_dim") is None else _whole(hf, "head_dim"),
+        "ffn_dim": _whole(hf, "intermediate_size"),
+        "context": _whole(hf, "max_position_embeddings"),
         "qk_norm": FAMILIES[family],
-        "tie_embeddings": hf.get("tie_word_embeddings", False),
-        "norm_eps": _get(hf, "rms_norm_eps"),
-        "init_std": hf.get("initializer_range", 0.02),
+        "tie_embeddings": _flag(hf, "tie_word_embeddings"),
+        "norm_eps": _number(hf, "rms_norm_eps"),
+        "init_std": _number(hf, "initializer_range", 0.02),
         **_rotary(hf),
     }
     if "attnres_mode" in hf:
@@ -65,36 +62,34 @@ def model_config(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
 
 
 def _routing(hf: Mapping[str, Any]) -> dict[str, Any]:
-    mode = hf["attnres_mode"]
-    if mode not in MODES:
-        raise UserError(f"config.json: attnres_mode must be one of {', '.join(MODES)}, got {mode!r}")
+    mode = _one_of(hf, "attnres_mode", MODES)
     fields: dict[str, Any] = {"variant": MODES[mode]}
     if mode in ("full", "block"):
         fields["routing_heads"] = 1
     else:
-        fields["routing_heads"] = _get(hf, "attnres_num_heads")
+        fields["routing_heads"] = _whole(hf, "attnres_num_heads")
     if "block" in mode:
-        fields["num_blocks"] = _get(hf, "attnres_num_blocks")
+        fields["num_blocks"] = _whole(hf, "attnres_num_blocks")
     if MODES[mode] in DELTA_VARIANTS:
-        gate = hf.get("attnres_gate_type")
-        if gate not in ("learnable_alpha", "none", None):
-            raise UserError(f"config.json: attnres_gate_type must be 'learnable_alpha' or 'none', got {gate!r}")
-        fields |= {"gate": gate == "learnable_alpha", "null_source": bool(hf.get("attnres_use_null_source", False))}
+        gate = _one_of(hf, "attnres_gate_type", ("learnable_alpha", "none"), "none")
+        fields |= {"gate": gate == "learnable_alpha", "null_source": _flag(hf, "attnres_use_null_source")}
     return fields
 
 
 def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (4)."""
-    rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-    theta = rope.get("rope_theta", hf.get("rope_theta", 10000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    where = "rope_parameters" if _section(hf, "rope_parameters") else "rope_scaling"
+    rope = _section(hf, where)
+    theta = _number(rope if rope.get("rope_theta") is not None else hf, "rope_theta", 10000.0)
+    kind = _one_of(rope, "type" if rope.get("rope_type") is None else "rope_type", ("default", "llama3"), "default")
     if kind == "default":
         return {"rope_theta": theta}
-    if kind != "llama3":
-        raise UserError(f"config.json: rope_type must be 'default' or 'llama3', got {kind!r}")
-    scaling = {key: _get(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor")}
-    scaling["original_context"] = _get(rope, "original_max_position_embeddings")
-    return {"rope_theta": theta, "rope_scaling": RopeScaling(**scaling)}
+    scaling: dict[str, Any] = {k: _number(rope, k) for k in ("factor", "low_freq_factor", "high_freq_factor")}
+    scaling["original_context"] = _whole(rope, "original_max_position_embeddings")
+    try:
+        return {"rope_theta": theta, "rope_scaling": RopeScaling(**scaling)}
+    except ValueError as error:
+        raise UserError(f"config.json: {where} cannot be used: {first_complaint(error)}") from None
 
 
 def describe(model: ModelConfig, *, dtype: str) -> dict[str, Any]:
@@ -161,10 +156,57 @@ def _describe_routing(model: ModelConfig) -> dict[str, Any]:
     return described
 
 
-def _get(hf: Mapping[str, Any], key: str) -> Any:
-    if hf.get(key) is None:
+# ---- Fields of config.json: the value, or the default where the key is missing or null.
+
+
+def _get(hf: Mapping[str, Any], key: str, default: Any) -> Any:
+    value = hf.get(key)
+    value = default if value is None else value
+    if value is None:
         raise UserError(f"config.json: the key {key} is missing")
-    return hf[key]
+    return value
+
+
+def _one_of(hf: Mapping[str, Any], key: str, choices: Collection[str], default: str | None = None) -> str:
+    value = _get(hf, key, default)
+    if not isinstance(value, str) or value not in choices:
+        first, *others = choices
+        raise _wrong(key, f"one of {', '.join(choices)}" if others else repr(first), value)
+    return value
+
+
+def _flag(hf: Mapping[str, Any], key: str) -> bool:
+    value = _get(hf, key, False)
+    if not isinstance(value, bool):
+        raise _wrong(key, "true or false", value)
+    return value
+
+
+def _whole(hf: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = _get(hf, key, default)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if type(value) is not int or not 0 < value < 2**31:
+        raise _wrong(key, "a whole number from 1 to 2147483647", value)
+    return value
+
+
+def _number(hf: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = _get(hf, key, default)
+    if type(value) not in (int, float) or not 0 < value <= sys.float_info.max:
+        raise _wrong(key, "a finite number above 0", value)
+    return value
+
+
+def _section(hf: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = _get(hf, key, {})
+    if not isinstance(value, dict):
+        raise _wrong(key, "a JSON object", value)
+    return value
+
+
+def _wrong(key: str, right: str, got: Any) -> UserError:
+    return UserError(f"config.json: {key} must be {right}, got {reprlib.repr(got)}")
 
 
 def first_complaint(error: ValueError) -> str:

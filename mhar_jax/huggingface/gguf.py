@@ -1,7 +1,9 @@
 """A GGUF file (llama.cpp) of Llama architecture as a model of ours, through the `gguf` package."""
 
+import math
+import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
@@ -24,6 +26,7 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+_Item = TypeVar("_Item")
 _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -59,6 +62,49 @@ class GGUFFile:
             raise UserError(f"{self.path}: the field {name} is missing")
         return default
 
+    def whole(self, name: str, default: int | None = None) -> int:
+        """A field that must be a whole number above 0; UserError as for `field`, and where it is something else."""
+        value = self.field(name, default)
+        if type(value) is not int or not 0 < value < 2**31:
+            raise self._wrong(name, "a whole number from 1 to 2147483647", value)
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A field that must be a finite number above 0; UserError as for `whole`."""
+        value = self.field(name, default)
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise self._wrong(name, "a finite number above 0", value)
+        return value
+
+    def listed(self, name: str, kind: type[_Item]) -> list[_Item]:
+        """A field that must be a list of `kind`; UserError as for `whole`."""
+        value = self.field(name)
+        if not isinstance(value, list) or not all(type(item) is kind for item in value):
+            raise self._wrong(name, f"a list of {kind.__name__}", value)
+        return value
+
+    def token_id(self, name: str, tokens: int) -> int | None:
+        """A field that must be the id of one of so many tokens; None where it is missing."""
+        if name not in self.fields:
+            return None
+        value = self.field(name)
+        if type(value) is not int or not 0 <= value < tokens:
+            raise self._wrong(name, f"the id of one of {tokens} tokens", value)
+        return value
+
+    def _wrong(self, name: str, right: str, got: Any) -> UserError:
+        return UserError(f"{self.path}: the field {name} must be {right}, got {reprlib.repr(got)}")
+
+    @property
+    def heads(self) -> int:
+        """Attention query heads."""
+        return self.whole("llama.attention.head_count")
+
+    @property
+    def kv_heads(self) -> int:
+        """Attention key/value heads; as many as query heads where the file does not say."""
+        return self.whole("llama.attention.head_count_kv", self.heads)
+
     @property
     def names(self) -> set[str]:
         """All tensor names, as Hugging Face has them; a tensor without such a name keeps its own."""
@@ -82,8 +128,7 @@ class GGUFFile:
         except (NotImplementedError, ValueError) as error:
             raise UserError(f"{self.path}: tensor {tensor.name} cannot be read: {one_line(error)}") from None
         if name.endswith(("q_proj.weight", "k_proj.weight")):
-            heads = self.field("llama.attention.head_count" if "q_proj" in name else "llama.attention.head_count_kv")
-            value = rotary_halves(value, heads)
+            value = rotary_halves(value, self.heads if "q_proj" in name else self.kv_heads)
         return value
 
     def _hugging_face_name(self, name: str) -> str:
@@ -137,24 +182,23 @@ def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
     scaling = file.field("llama.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in file.names:
         raise UserError(f"{file.path}: scaled rotary positions are not read from GGUF; use the Hugging Face directory")
-    heads = file.field("llama.attention.head_count")
-    if "model.embed_tokens.weight" not in file.names or not isinstance(heads, int) or heads < 1:
-        raise UserError(f"{file.path} must hold token_embd.weight and one number of attention heads, and does not")
-    width = file.field("llama.embedding_length")
-    fields = {
+    if "model.embed_tokens.weight" not in file.names:
+        raise UserError(f"{file.path} must hold token_embd.weight, and does not")
+    heads, width = file.heads, file.whole("llama.embedding_length")
+    fields: dict[str, Any] = {
         "variant": "additive",
         "vocab_size": file.shape("model.embed_tokens.weight")[0],
-        "num_layers": file.field("llama.block_count"),
+        "num_layers": file.whole("llama.block_count"),
         "d_model": width,
         "num_heads": heads,
-        "num_kv_heads": file.field("llama.attention.head_count_kv", heads),
-        "head_dim": file.field("llama.attention.key_length", width // heads),
-        "ffn_dim": file.field("llama.feed_forward_length"),
-        "context": file.field("llama.context_length"),
+        "num_kv_heads": file.kv_heads,
+        "head_dim": file.whole("llama.attention.key_length", width // heads),
+        "ffn_dim": file.whole("llama.feed_forward_length"),
+        "context": file.whole("llama.context_length"),
         "qk_norm": False,
         "tie_embeddings": "lm_head.weight" not in file.names,
-        "norm_eps": round(file.field("llama.attention.layer_norm_rms_epsilon"), 12),  # stored as float32
-        "rope_theta": file.field("llama.rope.freq_base", 10000.0),
+        "norm_eps": round(file.number("llama.attention.layer_norm_rms_epsilon"), 12),  # stored as float32
+        "rope_theta": file.number("llama.rope.freq_base", 10000.0),
     }
     try:
         return ModelConfig(**(fields | model_overrides))

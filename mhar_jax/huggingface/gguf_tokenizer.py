@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 from mhar_jax.data.tokenizers import HuggingFaceTokenizer
 from mhar_jax.errors import UserError, one_line
@@ -27,8 +28,16 @@ def gguf_tokenizer(path: str | Path) -> HuggingFaceTokenizer:
     if kind != "gpt2" or split not in (*_DIGITS_ALONE, *_PLAIN):
         known = ", ".join((*_DIGITS_ALONE, *_PLAIN))
         raise UserError(f"{path}: the tokenizer must be gpt2 with splitting {known}, got {kind} with {split}")
-    tokens = file.field("tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in file.field("tokenizer.ggml.merges")]
+    tokens = file.listed("tokenizer.ggml.tokens", str)
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in file.listed("tokenizer.ggml.merges", str)]
+    types = file.listed("tokenizer.ggml.token_type", int)
+    eos_id = file.token_id("tokenizer.ggml.eos_token_id", len(tokens))
+    if len(types) != len(tokens):
+        raise UserError(
+            f"{path}: tokenizer.ggml.token_type must have one entry a token, {len(tokens)}, got {len(types)}"
+        )
+    if eos_id is None:
+        raise UserError(f"{path}: the field tokenizer.ggml.eos_token_id is missing")
     try:
         implementation = tokenizers.Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     except Exception as error:  # the tokenizers package raises bare Exception
@@ -38,11 +47,9 @@ def gguf_tokenizer(path: str | Path) -> HuggingFaceTokenizer:
         byte_level = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
     implementation.pre_tokenizer = byte_level
     implementation.decoder = decoders.ByteLevel()
-    types = file.field("tokenizer.ggml.token_type")
     added = [(token, kind) for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
     for token, kind in added:
         implementation.add_tokens([AddedToken(token, special=kind == _CONTROL, normalized=False)])
-    eos_id = int(file.field("tokenizer.ggml.eos_token_id"))
     content = json.dumps([tokens, merges, types, split], ensure_ascii=False).encode()
     return HuggingFaceTokenizer(
         spec=str(path),

@@ -5,6 +5,7 @@ its bytes) and the bytes of all tensors without gaps. The package of that name m
 all tensors at once to write; models larger than the host's memory need neither.
 """
 
+import collections
 import contextlib
 import json
 import math
@@ -20,6 +21,7 @@ from mhar_jax.errors import UserError
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_HEADER = 100_000_000  # bytes; the format's own limit
+MOST_DIMENSIONS = 16  # of a tensor
 MOST_AT_ONCE = 64 << 20  # bytes written at a time
 
 
@@ -79,8 +81,8 @@ def _header_length(path: Path, prefix: bytes, size: int) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(n for n in names if names.count(n) > 1)!r} is there twice")
+        counts = collections.Counter(name for name, _ in pairs)
+        raise ValueError(f"the name {counts.most_common(1)[0][0]!r} is there twice")
     return found
 
 
@@ -103,9 +105,13 @@ def _entry(tensor: Any, start: int, size: int) -> Entry:
         raise ValueError(f"must have a shape of whole numbers, got {shape!r:.80}")
     if not _whole_numbers(offsets) or len(offsets) != 2:
         raise ValueError(f"must have two data_offsets, got {offsets!r:.80}")
+    if len(shape) > MOST_DIMENSIONS:
+        raise ValueError(f"must have at most {MOST_DIMENSIONS} dimensions, got {len(shape)}")
     entry = Entry(DTYPES[tensor["dtype"]], tuple(shape), start + offsets[0])
     if start + offsets[1] > size:
         raise ValueError(f"ends at byte {start + offsets[1]}, past the end of the file at {size}")
+    if entry.nbytes > size:
+        raise ValueError(f"has shape {shape!r:.80} of {tensor['dtype']}, more than the {size} bytes of the whole file")
     if offsets[1] - offsets[0] != entry.nbytes:
         raise ValueError(
             f"has {offsets[1] - offsets[0]} bytes, and {tensor['dtype']} {list(shape)} needs {entry.nbytes}"
@@ -177,7 +183,9 @@ def write_file(path: Path, plan: Sequence[Planned], tensors: Iterator[np.ndarray
         for planned, tensor in zip(plan, tensors, strict=True):
             assert tensor.shape == planned.shape, (planned, tensor.shape)
             for part in row_slices(planned.shape, planned.dtype.itemsize):
-                file.write(np.ascontiguousarray(tensor[part]).astype(planned.dtype, copy=False).tobytes())
+                with np.errstate(over="ignore"):  # the caller names what becomes infinite
+                    piece = np.ascontiguousarray(tensor[part]).astype(planned.dtype, copy=False)
+                file.write(piece.tobytes())
 
 
 def row_slices(shape: tuple[int, ...], itemsize: int, multiple: int = 1) -> Iterator[Any]:

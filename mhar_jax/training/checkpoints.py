@@ -47,7 +47,7 @@ class Checkpoints:
 
     def __init__(self, run_dir: pathlib.Path, *, keep: int = 3):
         """Raises UserError if the directory cannot be written."""
-        self.directory = run_dir.absolute() / "checkpoints"
+        self.directory = pathlib.Path(os.path.realpath(run_dir)) / "checkpoints"  # Orbax refuses `..`
         self._started: int | None = None  # step of the save that may not be finished
         for unfinished in sorted(self.directory.glob("*.orbax-checkpoint-tmp*")):
             step = unfinished.name.partition(".")[0]
@@ -231,7 +231,7 @@ def read_params(run_dir: pathlib.Path, shapes_of: Callable[[Config], Any]) -> tu
     Raises:
       UserError: there is none.
     """
-    directory = run_dir.absolute() / "checkpoints"
+    directory = pathlib.Path(os.path.realpath(run_dir)) / "checkpoints"
     for step in reversed(list_steps(directory)):
         with _damage_is_skipped(directory / str(step), [], step):
             meta = read_meta(directory / str(step))

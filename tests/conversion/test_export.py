@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from mhar_jax import load_model
 from mhar_jax.config.schema import ROUTED_VARIANTS
 from mhar_jax.huggingface.config import describe, model_config
 from model_helpers import tiny
@@ -77,6 +79,58 @@ def test_a_narrower_dtype_is_said(tools, run, tmp_path):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_special_tokens_that_only_config_json_names(tools, run, tmp_path):
+    """Where stock code looks first, generation_config.json, they are after any way through here."""
+    source = shutil.copytree(tools.fixtures / "tiny-llama31", tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    described = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(described | {"eos_token_id": [2, 3], "pad_token_id": None}))
+    assert run("import", source, tmp_path / "run").code == 0
+    assert run("graft", tmp_path / "run", tmp_path / "graft", "--sample-tokens=0").code == 0
+    for name in ("source", "run", "graft"):
+        assert run("export", tmp_path / name, tmp_path / f"{name}-hf").code == 0
+        for file in ("config.json", "generation_config.json"):
+            found = json.loads((tmp_path / f"{name}-hf" / file).read_text())
+            assert (found["bos_token_id"], found["eos_token_id"]) == (1, [2, 3])
+            assert "pad_token_id" not in found
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "7", "{", '{"eos_token_id": "x", "bos_token_id": [[1]]}'])
+def test_generation_settings_that_are_none(tools, run, tmp_path, text):
+    """They go along as they are, and config.json takes nothing from them."""
+    source = shutil.copytree(tools.fixtures / "tiny-llama31", tmp_path / "source")
+    (source / "generation_config.json").write_text(text)
+    assert run("export", source, tmp_path / "new" / "hf").code == 0
+    assert (tmp_path / "new" / "hf" / "generation_config.json").read_text() == text
+    assert "eos_token_id" not in json.loads((tmp_path / "new" / "hf" / "config.json").read_text())
+
+
+def test_new_parents_go_when_the_export_fails(tools, run, tmp_path, monkeypatch):
+    from mhar_jax.conversion import exporting
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "model_card", full)
+    (tmp_path / "there").mkdir()
+    for out in ("new/a/hf", "there/hf"):
+        assert "No space left" in run("export", tools.fixtures / "tiny-qwen3", tmp_path / out).one_sentence()
+    assert [p.name for p in tmp_path.rglob("*")] == ["there"]
+
+
+def test_paths_with_two_dots(tools, run, tmp_path, monkeypatch):
+    """TensorStore refuses them; `..` of a link is the parent of what it points to."""
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "a" / "b")
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    assert run("import", tools.fixtures / "tiny-qwen3", "../run").code == 0
+    assert run("graft", "../run", "../../a/graft", "--sample-tokens=0", "--num-blocks=2").code == 0
+    assert load_model("../graft")[1].model.variant == "delta_block"
+    assert run("export", tmp_path / "link" / ".." / "graft", "../b/../hf").code == 0
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["b", "graft", "hf", "run"]
+    assert "is there already" in run("export", "../run", "..").one_sentence()
+
+
 def test_the_model_card(tools, run, tmp_path):
     for name, words in (
         ("tiny-qwen3", ["Qwen3", "`transformers` loads it"]),
@@ -105,7 +159,11 @@ def test_stock_transformers(tools, run, tmp_path, name):
     has = subprocess.run([TRANSFORMERS_PYTHON, "-c", "import torch, transformers"], capture_output=True, check=False)
     if has.returncode:
         pytest.skip(f"{TRANSFORMERS_PYTHON} has no PyTorch and transformers (MHAR_TRANSFORMERS_PYTHON names another)")
-    assert run("import", tools.fixtures / name, tmp_path / "run").code == 0
+    source = shutil.copytree(tools.fixtures / name, tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    described = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(described | {"eos_token_id": [2, 3]}))
+    assert run("import", source, tmp_path / "run").code == 0
     assert run("export", tmp_path / "run", tmp_path / "hf").code == 0
     expected = np.load(tools.fixtures / name / "expected.npz")
     np.save(tmp_path / "tokens.npy", expected["input_ids"])
@@ -116,3 +174,4 @@ def test_stock_transformers(tools, run, tmp_path, name):
     found = np.load(tmp_path / "out.npz")
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-5)
     np.testing.assert_array_equal(found["greedy"], expected["greedy"])
+    assert found["special"].tolist() == [1, 2, 3]  # only config.json of the source names them

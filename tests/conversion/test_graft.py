@@ -79,6 +79,7 @@ def test_what_is_not_the_original_is_said(run, original, tmp_path, arguments):
         (["--variant=attention_residuals", "--routing-heads=2"], "attention_residuals has one routing head"),
         (["--variant=mhar", "--no-gate"], "--no-gate and --no-null-source belong to delta and delta_block"),
         (["--num-blocks=0"], "num_blocks"),
+        (["--sample-tokens=-5"], "--sample-tokens must be at least 0, got -5"),
     ],
 )
 def test_what_cannot_be(run, original, tmp_path, arguments, message):

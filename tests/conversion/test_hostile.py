@@ -1,6 +1,7 @@
 """Files that are wrong on purpose: one clear sentence, exit code 2, and nothing left on disk."""
 
 import json
+import math
 import random
 import shutil
 import struct
@@ -11,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from mhar_jax import load_model
 from mhar_jax.errors import UserError
+from mhar_jax.huggingface.config import model_config
 from mhar_jax.huggingface.safetensors import read_header
 
 
@@ -135,6 +137,26 @@ def test_wrong_shapes(hf, refused, shape):
 
 
 @pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ([2**62] * 200_000, "must have at most 16 dimensions, got 200000"),
+        ([2**62] * 16, "more than the"),
+        ([1] * 17, "must have at most 16 dimensions, got 17"),
+    ],
+    ids=["long", "large", "ones"],
+)
+def test_shapes_that_would_take_for_ever(hf, refused, shape, words):
+    rewrite(hf / "model.safetensors", edited(NORM, shape=shape))
+    refused(NORM, words)
+
+
+def test_many_names_and_one_twice(hf, refused):
+    names = ", ".join(f'"{i}": 0' for i in range(100_000))
+    rewrite(hf / "model.safetensors", lambda _: f'{{{names}, "99999": 1}}'.encode())
+    refused("the name '99999' is there twice")
+
+
+@pytest.mark.parametrize(
     "text", [b"{", b"[]", b"7", b"\xff\xfe", b'{"a": ' * 50_000, b'{"a": 1, "a": 2}', b'{"a": []}']
 )
 def test_headers_that_are_none(hf, refused, text):
@@ -209,6 +231,27 @@ def test_nan_is_warned_about_and_named(hf, run, tools, tmp_path):
     assert NORM in outcome.err
     assert EMBEDDING in outcome.err
     assert np.isnan(tools.read(tmp_path / "out")["final_norm",][3])
+    for outcome in (
+        run("export", hf, tmp_path / "exported", "--dtype=float16"),
+        run("graft", hf, tmp_path / "graft", "--sample-tokens=8", "--num-blocks=2"),
+    ):
+        assert outcome.code == 0
+        assert outcome.err.count("\n") == 1
+        assert outcome.err.startswith("warning: infinities or NaN in 2 tensors: ")
+        assert NORM in outcome.err
+        assert EMBEDDING in outcome.err
+        assert "largest logit deviation in float32: nan" in outcome.out or "rounding changed values" in outcome.out
+
+
+def test_what_float16_cannot_hold_is_warned_about_and_named(hf, run, tmp_path):
+    tensors = load_file(hf / "model.safetensors")
+    tensors[NORM][3] = 1e6
+    save_file(tensors, hf / "model.safetensors")
+    outcome = run("export", hf, tmp_path / "out", "--dtype=float16")
+    assert outcome.code == 0
+    assert outcome.err == f"warning: values beyond float16 became infinite in 1 tensor: {NORM}\n"
+    assert "inf" not in outcome.out
+    assert np.isinf(load_file(tmp_path / "out" / "model.safetensors")[NORM][3])
 
 
 @pytest.mark.parametrize(
@@ -222,7 +265,7 @@ def test_nan_is_warned_about_and_named(hf, run, tools, tmp_path):
         ({"vocab_size": 10**30}, ["vocab_size"]),
         ({"num_key_value_heads": 1}, ["k_proj.weight must have shape"]),
         ({"num_key_value_heads": 3}, ["num_kv_heads must divide num_heads"]),
-        ({"hidden_size": "wide"}, ["d_model"]),
+        ({"hidden_size": "wide"}, ["hidden_size must be a whole number", "got 'wide'"]),
         ({"tie_word_embeddings": False}, ["misses tensors: lm_head.weight"]),
         ({"model_type": "llama"}, ["no place for", "q_norm"]),
         ({"rms_norm_eps": -1.0}, ["norm_eps"]),
@@ -233,6 +276,69 @@ def test_configs_that_disagree(hf, refused, changes, words):
     described = json.loads((hf / "config.json").read_text())
     (hf / "config.json").write_text(json.dumps(described | changes))
     refused(*words)
+
+
+FIELDS = [
+    "model_type",
+    "hidden_act",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "vocab_size",
+    "num_hidden_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "rms_norm_eps",
+    "initializer_range",
+    "rope_parameters",
+    "attnres_mode",
+    "attnres_num_heads",
+    "attnres_num_blocks",
+    "attnres_gate_type",
+    "attnres_use_null_source",
+]
+SCALING = ("rope_type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor")
+
+
+@pytest.fixture(scope="module")
+def described(tools):
+    """A config.json with every field that is looked at."""
+    routed, scaled = (
+        json.loads((tools.fixtures / n / "config.json").read_text()) for n in ("tiny-delta-block-llama", "tiny-llama31")
+    )
+    return routed | {"rope_parameters": scaled["rope_parameters"]}
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("value", ["x", [], {"a": [1]}, math.nan, -1, 10**400], ids=repr)
+def test_a_field_of_a_wrong_type_is_named(described, field, value):
+    if field == "rope_parameters" and isinstance(value, dict):
+        pytest.skip("the right type")
+    with pytest.raises(UserError, match=rf"^config.json: {field} must be .*, got ") as refused:
+        model_config({**described, field: value})
+    assert len(str(refused.value)) < 250
+
+
+@pytest.mark.parametrize("field", [*SCALING, "original_max_position_embeddings"])
+@pytest.mark.parametrize("value", ["x", [], {"a": [1]}, math.nan, 0, True], ids=repr)
+def test_a_field_of_rope_parameters_of_a_wrong_type_is_named(described, field, value):
+    with pytest.raises(UserError, match=rf"^config.json: {field} must be .*, got "):
+        model_config(described | {"rope_parameters": described["rope_parameters"] | {field: value}})
+
+
+def test_rope_sections_that_are_none(described):
+    older = {k: v for k, v in described.items() if k != "rope_parameters"}
+    for value in ("linear", [2.0], 3, True):
+        with pytest.raises(UserError, match="rope_scaling must be a JSON object, got "):
+            model_config(older | {"rope_scaling": value})
+    crossed = described["rope_parameters"] | {"high_freq_factor": 0.5}
+    with pytest.raises(UserError, match=r"rope_scaling cannot be used: .*high_freq_factor must be above"):
+        model_config(older | {"rope_scaling": crossed})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])

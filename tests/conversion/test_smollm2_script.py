@@ -8,55 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import pre_tokenizers
 
-gguf = pytest.importorskip("gguf", reason="the GGUF reader is part of the extra `hf`")
+from tests.conversion.gguf_model import write_model
 
-FIELDS = {
-    "block_count": 2,
-    "context_length": 64,
-    "embedding_length": 24,
-    "feed_forward_length": 32,
-    "attention.head_count": 3,
-    "attention.head_count_kv": 3,
-}
+pytest.importorskip("gguf", reason="the GGUF reader is part of the extra `hf`")
+
 SHAPE = {"num_layers": 2, "context": 64, "d_model": 24, "num_heads": 3, "num_kv_heads": 3, "head_dim": 8, "ffn_dim": 32}
-LAYER = {
-    "attn_norm": (24,),
-    "attn_q": (24, 24),
-    "attn_k": (24, 24),
-    "attn_v": (24, 24),
-    "attn_output": (24, 24),
-    "ffn_norm": (24,),
-    "ffn_gate": (32, 24),
-    "ffn_up": (32, 24),
-    "ffn_down": (24, 32),
-}
-
-
-def write_model(path: Path) -> None:
-    """A random model whose tokens are bytes, and its tokenizer."""
-    characters = ["<|endoftext|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "ab"]
-    writer, draw = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
-    for name, value in FIELDS.items():
-        writer.add_uint32(f"llama.{name}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-    writer.add_float32("llama.rope.freq_base", 1e5)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(characters)
-    writer.add_token_merges(["a b"])
-    writer.add_token_types([3] + [1] * 257)
-    writer.add_eos_token_id(0)
-    shapes = {"token_embd": (258, 24), "output_norm": (24,)}
-    shapes |= {f"blk.{i}.{name}": shape for i in range(2) for name, shape in LAYER.items()}
-    for name, shape in shapes.items():
-        value = np.ones(shape) if len(shape) == 1 else 0.1 * draw.normal(size=shape)
-        writer.add_tensor(f"{name}.weight", value.astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 @pytest.mark.slow

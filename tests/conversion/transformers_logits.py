@@ -1,6 +1,6 @@
-"""Logits and a greedy continuation from stock transformers: DIRECTORY TOKENS.npy OUT.npz, in a process of its own.
+"""Logits, a greedy continuation and ids of special tokens from stock transformers: DIRECTORY TOKENS.npy OUT.npz.
 
-Any Python with PyTorch and transformers will do; it needs nothing of ours.
+In a process of its own: any Python with PyTorch and transformers will do; it needs nothing of ours.
 """
 
 import sys
@@ -17,4 +17,5 @@ with torch.no_grad():
     greedy = ids[:1, :8]
     for _ in range(12):
         greedy = torch.cat([greedy, model(greedy).logits[:, -1:].argmax(-1)], dim=1)
-np.savez(out, logits=logits, greedy=greedy.numpy())
+settings = model.generation_config
+np.savez(out, logits=logits, greedy=greedy.numpy(), special=[settings.bos_token_id, *settings.eos_token_id])

@@ -49,6 +49,13 @@ def restore(world, run_dir, config=None, fingerprint="text"):
         return checkpoints.restore(world[2].shapes, config or world[1], fingerprint)
 
 
+def test_a_run_directory_with_two_dots(world, tmp_path):
+    """Orbax refuses such paths."""
+    (tmp_path / "a").mkdir()
+    run_dir = shutil.copytree(world[0], tmp_path / "run")
+    assert restore(world, tmp_path / "a" / ".." / "run").step == restore(world, run_dir).step
+
+
 def flip(path: pathlib.Path) -> None:
     """One bit in the middle."""
     content = bytearray(path.read_bytes())
