@@ -53,6 +53,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Report:
     Raises:
       UserError: an option cannot be used.
     """
+    found = environment(command, options.revision)  # of the source that is loaded now, whatever happens to it meanwhile
     topologies = common.names(options.topology, "topology")
     chips = {topology: chip_of(topology) for topology in topologies}
     presets = common.names(options.presets, "presets")
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Report:
         for preset in presets:
             print(f"{preset} on {topology}", flush=True)
             rows.append(_compile(preset, topology, chip, options.set))
-    return Report("compile", environment(command, options.revision), rows, [NOTE])
+    return Report("compile", found, rows, [NOTE])
 
 
 def _compile(preset: str, topology: str, chip: Chip, overrides: list[str]) -> Row:
@@ -72,13 +73,14 @@ def _compile(preset: str, topology: str, chip: Chip, overrides: list[str]) -> Ro
     sizes = ("batch_size", "seq_len")
     of: dict[str, Any] = {"preset": preset, "topology": topology, "variant": config.model.variant}
     of |= {"mesh": dataclasses.asdict(config.mesh), **{name: getattr(config, name) for name in sizes}}
+    of |= common.overrides(overrides)
     try:
         found: Footprint = compile_step(config, topology)
     except UserError as error:
         if "does not fit" not in str(error):
             raise
         return refused(of, "failed", error, chip_bytes=chip.hbm_bytes)
-    sent = network_bytes(found.collectives, found.chips // max(1, config.mesh.tensor))
+    sent = network_bytes(found.collectives, found.chips // (config.mesh.tensor * config.mesh.context))
     least = roofline(chip, flops=found.flops, hbm_bytes=found.counted_bytes, network_bytes=sent)
     metrics: dict[str, Any] = {
         "chips": found.chips,

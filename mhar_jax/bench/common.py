@@ -59,6 +59,11 @@ def integers(text: str, option: str) -> list[int]:
     return found
 
 
+def overrides(given: Sequence[str]) -> dict[str, list[str]]:
+    """What `--set` says, as part of what a row is of: with other fields it is another thing."""
+    return {"set": sorted(given)} if given else {}
+
+
 def at_least(option: str, value: int, least: int) -> None:
     """Raises UserError below."""
     if value < least:

@@ -54,7 +54,11 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     clock = clock or common.Clock()
     variants = common.names(options.variants, "variants", VARIANTS)
     common.at_least("repeats", options.repeats, 1)
+    for option in ("prompt", "steps"):
+        if getattr(options, option) is not None:
+            common.at_least(option, getattr(options, option), 1)
     notes = common.start()
+    environment_now = environment(command, options.revision)
     import jax
 
     cpu = jax.default_backend() == "cpu"
@@ -62,6 +66,8 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     prefill = options.prefill or ("2x16" if cpu else "8x1024")
     try:
         rows, length = (int(part) for part in prefill.split("x"))
+        if min(rows, length) < 1:
+            raise ValueError
     except ValueError:
         raise UserError(f"--prefill must be like 8x1024, got {prefill!r}") from None
     prompt, steps = options.prompt or (16 if cpu else 512), options.steps or (4 if cpu else 128)
@@ -80,10 +86,12 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
             continue
         print(f"{preset}: {kind}, batch {batch}", flush=True)
         common_part = {"preset": preset, "kind": kind, "batch": batch, "tokens": tokens}
+        common_part |= {"steps": steps} if kind == "decode" else {}
+        common_part |= common.overrides(options.set)
         of = {v: {**common_part, "variant": v, "implementation": named[v]} for v in variants}
         found += _measure(of, models, steps, options.repeats, options.profile)
         gc.collect()
-    return Report("decode", environment(command, options.revision), found, notes)
+    return Report("decode", environment_now, found, notes)
 
 
 def _measure(

@@ -74,6 +74,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     if options.delta and not options.shapes:
         raise UserError("--delta belongs to --shapes; the preset of delta form is 8b-delta")
     notes = common.start()
+    found = {**environment(command, options.revision), "compile_threads": options.threads}
     import jax
 
     from mhar_jax.bench import candidates
@@ -124,7 +125,6 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
         measure_models("site_by_site")
     order = list(presets)
     rows.sort(key=lambda r: (r.of["what"] != "site", order.index(r.of["preset"]) if order else 0))
-    found = {**environment(command, options.revision), "compile_threads": options.threads}
     return Report("routing", found, rows, notes, copy)
 
 

@@ -64,6 +64,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     if options.steps is not None:
         common.at_least("steps", options.steps, 1)
     notes = common.start()
+    environment_now = {**environment(command, options.revision), "compile_threads": options.threads}
     import jax
 
     cpu = jax.default_backend() == "cpu"
@@ -77,11 +78,11 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
             notes.append(f"left out for want of time: {preset}")
             continue
         print(f"{preset}: {', '.join(v + (f' ({i})' if i else '') for v, i in pairs)}", flush=True)
-        rows += _measure(preset, by_pair, options.steps or (1 if cpu else 8), options.windows, options.threads)
+        rows += _measure(
+            preset, by_pair, options.steps or (1 if cpu else 8), options.windows, options.threads, options.set
+        )
         gc.collect()
-    return Report(
-        "training", {**environment(command, options.revision), "compile_threads": options.threads}, rows, notes
-    )
+    return Report("training", environment_now, rows, notes)
 
 
 Pair = tuple[str, str | None]  # variant, implementation
@@ -103,7 +104,9 @@ def _configs(preset: str, pairs: list[Pair], overrides: list[str], devices: int)
     return found
 
 
-def _measure(preset: str, configs: dict[Pair, Config], steps: int, windows: int, threads: int) -> list[Row]:
+def _measure(
+    preset: str, configs: dict[Pair, Config], steps: int, windows: int, threads: int, overrides: Sequence[str]
+) -> list[Row]:
     import jax
     import numpy as np
 
@@ -122,7 +125,7 @@ def _measure(preset: str, configs: dict[Pair, Config], steps: int, windows: int,
     for pair, config in configs.items():
         variant, implementation = pair
         of[pair] = {"preset": preset, "variant": variant, "implementation": implementation}
-        of[pair] |= {"batch_size": config.batch_size, "seq_len": config.seq_len}
+        of[pair] |= {"batch_size": config.batch_size, "seq_len": config.seq_len, **common.overrides(overrides)}
         program, trainer = compiled[pair], trainers[pair]
         try:
             if isinstance(program, Exception):
