@@ -134,9 +134,12 @@ def _compare_results(paths: Sequence[str]) -> list[str]:
             print(f"  NOT PAIRED: {'; '.join(against)}; so there is no test")
             reasons += against
             continue
-        for found in compare_items(results[0], other):
+        comparisons = list(compare_items(results[0], other))
+        for found in comparisons:
             tests += found.p is not None
             print(f"  {found.sentence()}")
+        if not comparisons:
+            print("  no metric that both have is kept item by item, so there is no test")
     if tests > 1:
         print(f"{tests} tests: with no difference anywhere, {0.05 * tests:.2g} of them have p < 0.05 on average.")
     return reasons

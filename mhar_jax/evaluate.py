@@ -9,6 +9,8 @@ from mhar_jax.command_line import add_checkpoint_arguments, open_from, parser
 from mhar_jax.errors import UserError, command
 from mhar_jax.platforms import prefer_present_hardware
 
+_SHARES = ("acc", "acc_norm", "exact_match", "pass@1", "pass_at_1")  # metrics that are right or wrong item by item
+
 
 def _parser() -> argparse.ArgumentParser:
     p = parser(
@@ -150,9 +152,10 @@ def _tasks(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any
     print(make_table(results))
     items = items_of_harness(results["samples"])
     for task in results["samples"]:
-        for name in ("acc", "acc_norm", "exact_match"):
-            values = [item.metrics[name] for item in items if item.task == task and name in item.metrics]
-            if values:
+        of_task = [item.metrics for item in items if item.task == task]
+        for name in dict.fromkeys(name for metrics in of_task for name in metrics):
+            values = [metrics[name] for metrics in of_task if name in metrics]
+            if name.split(",")[0] in _SHARES and all(0 <= value <= 1 for value in values):
                 print(f"{task} {name}, {size_note(sum(values) / len(values), len(values))}")
     return dict(results["results"]), items
 

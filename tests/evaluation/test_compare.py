@@ -10,7 +10,7 @@ import pytest
 from mhar_jax.compare import main
 from mhar_jax.config.load import to_yaml
 from mhar_jax.config.schema import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig
-from mhar_jax.evaluation.items import Item, Results, read_results, write_results
+from mhar_jax.evaluation.items import Item, Results, Weighted, items_of_harness, read_results, write_results
 from mhar_jax.evaluation.runs import compare_runs, read_run, reasons_against_pairing, what_is_compared
 
 STEPS = 1300
@@ -190,3 +190,59 @@ def test_results_round_trip(tmp_path):
     before = results([{"acc": 1.0, "f1": 0.25}])
     write_results(before, tmp_path / "r.json")
     assert read_results(tmp_path / "r.json") == before
+
+
+def test_filters_of_one_question_are_metrics_of_one_item(tmp_path, capsys):
+    """GSM8K in the harness: every question twice, once a filter. Each filter has its own test over all questions."""
+
+    def samples(strict, flexible):
+        rows = [
+            {"doc_id": i, "doc": {"q": i}, "filter": name, "metrics": ["exact_match"], "exact_match": value}
+            for name, values in (("strict-match", strict), ("flexible-extract", flexible))
+            for i, value in enumerate(values)
+        ]
+        return {"gsm8k": rows}
+
+    for name, strict in (("a", [0] * 8 + [1] * 2), ("b", [1] * 10)):
+        items = items_of_harness(samples(strict, [1] * 10))
+        assert len(items) == 10
+        assert items[0].metrics == {"exact_match,strict-match": strict[0], "exact_match,flexible-extract": 1}
+        write_results(Results(name, "mhar", {}, {}, items), tmp_path / name)
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert "gsm8k exact_match,strict-match: 0.2000 to 1.0000, 8 against 0 discordant items" in out
+    assert "gsm8k exact_match,flexible-extract: 1.0000 to 1.0000, 0 against 0 discordant items" in out
+
+
+def test_perplexities_are_compared_by_their_log_likelihoods(tmp_path, capsys):
+    """Metrics that the harness keeps as (log-likelihood, words) or (log-likelihood, bytes)."""
+    for name, nats in (("a", 4.0), ("b", 3.75)):
+        rows = [
+            {
+                "doc_id": i,
+                "doc": i,
+                "metrics": ["word_perplexity", "f1"],
+                "word_perplexity": (-nats * n, n),
+                "f1": (1, 0),
+            }
+            for i, n in enumerate((10, 20, 30, 40))
+        ]
+        items = items_of_harness({"wikitext": rows})
+        assert items[1].metrics == {"word_perplexity": Weighted(-nats * 20, 20)}
+        write_results(Results(name, "mhar", {}, {}, items), tmp_path / name)
+        assert read_results(tmp_path / name).items == items
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert "wikitext word_perplexity (nats a word): 4.0000 to 3.7500, difference -0.2500" in out
+    write_results(results([{}] * 4), tmp_path / "c")
+    write_results(results([{}] * 4, variant="mhar"), tmp_path / "d")
+    assert main([str(tmp_path / "c"), str(tmp_path / "d")]) == 0
+    assert "no metric that both have is kept item by item" in capsys.readouterr().out
+
+
+def test_items_that_are_not_numbers_are_not_averaged(tmp_path, capsys):
+    write_results(results([{"nll": 1.0}] * 3), tmp_path / "a")
+    write_results(results([{"nll": 1.0}, {"nll": float("nan")}, {"nll": 2.0}]), tmp_path / "b")
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert "quiz nll: 1 values are not finite, for instance item 1 of somewhere, so there is no test" in out
