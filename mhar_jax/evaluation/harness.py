@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from mhar_jax.data.tokenizers import Tokenizer
 from mhar_jax.errors import UserError, one_line
+from mhar_jax.evaluation.code import local_code_eval
 from mhar_jax.evaluation.scoring import Scorer
 from mhar_jax.evaluation.text import score_token_documents
 from mhar_jax.generation import Sampling, TokenGenerator, complete
@@ -189,12 +190,11 @@ def run_tasks(
         must be another one for every model.
 
     Raises:
-      UserError: an unknown task, or one whose data cannot be read.
+      UserError: an unknown task, or one whose data cannot be read, that needs a package that is missing, or that runs
+        programs without `allow_code`.
     """
     if offline:
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-    if allow_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork a process in which JAX has threads
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -207,18 +207,29 @@ def run_tasks(
         some = ", ".join(sorted(known)[:5])
         raise UserError(f"there is no task {unknown[0]!r}; the {len(known)} known ones begin with {some}")
     try:
-        results = simple_evaluate(
-            model=model,
-            tasks=list(tasks),
-            num_fewshot=num_fewshot,
-            limit=limit,
-            task_manager=manager,
-            use_cache=cache,
-            bootstrap_iters=1000,
-            log_samples=True,
-            confirm_run_unsafe_code=allow_code,
-        )
+        with local_code_eval(allow_code):
+            results = simple_evaluate(
+                model=model,
+                tasks=list(tasks),
+                num_fewshot=num_fewshot,
+                limit=limit,
+                task_manager=manager,
+                use_cache=cache,
+                bootstrap_iters=1000,
+                log_samples=True,
+                confirm_run_unsafe_code=allow_code,
+            )
     except (OSError, ConnectionError) as error:
         raise UserError(f"the data of {', '.join(tasks)} cannot be read: {one_line(error)}") from None
+    except ImportError as error:
+        raise UserError(
+            f"{', '.join(tasks)} needs a package that is missing, extra `eval`: {one_line(error)}"
+        ) from None
+    except (ValueError, AssertionError) as error:
+        if isinstance(error, AssertionError) and "are required" in str(error):  # minerva_math's, of a version
+            raise UserError(f"{', '.join(tasks)} needs other packages, extra `eval`: {one_line(error)}") from None
+        if "marked as unsafe" in str(error):
+            raise UserError(f"{', '.join(tasks)}: a task runs what the model wrote; give --allow-code") from None
+        raise
     assert results is not None
     return dict(results)

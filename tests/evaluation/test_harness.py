@@ -231,6 +231,20 @@ def test_unknown_tasks_and_directories(tasks):
         run_tasks(None, ["tiny_last"], task_directory="/nowhere", offline=True)
 
 
+@pytest.mark.parametrize(
+    "error", ["ModuleNotFoundError", "AssertionError"]
+)  # what minerva_math raises without sympy, and with another version of antlr4
+def test_packages_that_a_task_lacks_are_one_sentence(tmp_path, error):
+    from mhar_jax.evaluation.harness import run_tasks
+
+    (tmp_path / "x.jsonl").write_text('{"q": "a"}\n')
+    text = task("needy", tmp_path / "x.jsonl", output_type="generate_until", doc_to_text="!function utils.text")
+    (tmp_path / "needy.yaml").write_text(text)
+    (tmp_path / "utils.py").write_text(f'raise {error}("`sympy` and others are required")\n')
+    with pytest.raises(UserError, match="needy needs .*extra `eval`: `sympy` and others are required"):
+        run_tasks(None, ["needy"], task_directory=str(tmp_path), offline=True)
+
+
 def test_a_stopped_run_goes_on(tasks, tmp_path):
     """Answers are kept as they come; asked again, the model computes only the rest."""
     from mhar_jax.evaluation.harness import HarnessModel, run_tasks
