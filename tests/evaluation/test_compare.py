@@ -246,3 +246,40 @@ def test_items_that_are_not_numbers_are_not_averaged(tmp_path, capsys):
     assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
     assert "quiz nll: 1 values are not finite, for instance item 1 of somewhere, so there is no test" in out
+
+
+def test_text_of_equal_size_is_told_apart(tmp_path):
+    """By the content's part of the fingerprint; an older data.json is read, and said to lack it."""
+    write = lambda name, fingerprint: read_run(write_run(tmp_path / name, config(), fingerprint=fingerprint))
+    new, other, old = write("a", "x-bytes-256-c"), write("b", "x-bytes-256-d"), write("c", "x-bytes-256")
+    (reason,) = reasons_against_pairing(new, other)
+    assert reason.endswith(": their content)")
+    (reason,) = reasons_against_pairing(new, old)
+    assert "only one of them covers the content" in reason
+    assert reasons_against_pairing(old, dataclasses.replace(old, path="d")) == []
+
+
+def test_held_out_text_of_its_own_is_told_apart(tmp_path):
+    held = config(data=DataConfig(held_out_path="held.txt"))
+    run = read_run(write_run(tmp_path / "a", held))
+    a, b = (dataclasses.replace(run, held_out_fingerprint=f) for f in ("one", "other"))
+    assert reasons_against_pairing(run, run) == reasons_against_pairing(a, a) == []
+    assert "they were evaluated on different text (fingerprints one and other)" in reasons_against_pairing(a, b)
+    (reason,) = reasons_against_pairing(a, run)
+    assert "does not say on which held-out text it was evaluated" in reason
+
+
+def test_losses_that_are_not_finite_are_not_averaged(tmp_path, capsys):
+    a = write_run(tmp_path / "a", config())
+    b = write_run(tmp_path / "b", config("mhar"), [*LOSSES[:-2], float("nan"), float("nan")])
+    assert main([a, b]) == 2
+    assert capsys.readouterr().err == f"error: {b} cannot be averaged: its held-out loss at step 1200 is nan\n"
+
+
+def test_of_repeated_lines_of_a_step_the_last_counts(tmp_path):
+    run = read_run(write_run(tmp_path / "a", config()))
+    path = write_run(tmp_path / "b", config(), [9.0] * 14)
+    with open(tmp_path / "b" / "metrics.jsonl", "a") as file:
+        lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines(keepends=True)
+        file.writelines(reversed(lines))
+    assert read_run(path).evaluations == run.evaluations

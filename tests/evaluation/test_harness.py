@@ -241,7 +241,7 @@ def test_packages_that_a_task_lacks_are_one_sentence(tmp_path, error):
     text = task("needy", tmp_path / "x.jsonl", output_type="generate_until", doc_to_text="!function utils.text")
     (tmp_path / "needy.yaml").write_text(text)
     (tmp_path / "utils.py").write_text(f'raise {error}("`sympy` and others are required")\n')
-    with pytest.raises(UserError, match="needy needs .*extra `eval`: `sympy` and others are required"):
+    with pytest.raises(UserError, match=r"needy needs .*extra `eval`: `sympy` and others are required"):
         run_tasks(None, ["needy"], task_directory=str(tmp_path), offline=True)
 
 
