@@ -37,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
+def _names(tasks: str) -> list[str]:
+    return [name.strip() for name in tasks.split(",") if name.strip()]
+
+
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command; wrong input is one line on standard error and exit code 2."""
@@ -45,6 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.tasks is not None and not _names(options.tasks):
+        raise UserError(f"--tasks must name at least one task, with commas between, got {options.tasks!r}")
     prefer_present_hardware()
     from mhar_jax.evaluation.items import Results, write_results
     from mhar_jax.models import count_parameters
@@ -141,7 +147,7 @@ def _tasks(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any
     )
     results = run_tasks(
         model,
-        [name.strip() for name in options.tasks.split(",") if name.strip()],
+        _names(options.tasks),
         task_directory=options.task_dir,
         limit=options.limit,
         num_fewshot=options.num_fewshot,

@@ -3,6 +3,7 @@
 Imported only where the harness is used: it is the extra `eval`. Works without PyTorch and, with local tasks, offline.
 """
 
+import logging
 import math
 import os
 import pathlib
@@ -22,6 +23,8 @@ from mhar_jax.evaluation.scoring import Scorer
 from mhar_jax.evaluation.text import score_token_documents
 from mhar_jax.generation import Sampling, TokenGenerator, complete
 from mhar_jax.inference import PlacedModel, bucket
+
+_log = logging.getLogger("mhar_jax")
 
 
 class HarnessModel(TemplateLM):
@@ -137,6 +140,7 @@ class HarnessModel(TemplateLM):
         """Continues the requests `members`, which all have the same settings."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(requests[members[0]].args[1]))
         most = min(options["max_gen_toks"], self._context - 1)
+        room = max(self._context - most, self._context // 2)  # the harness keeps the first; a token is no question
         sampling = Sampling(
             temperature=options.get("temperature", 0.0),
             top_k=options.get("top_k") or None,
@@ -145,7 +149,17 @@ class HarnessModel(TemplateLM):
         prompts = {}
         for i in members:
             ids = self.tok_encode(requests[i].args[0]) or [self._prefix]
-            prompts[i] = np.array(ids[-(self._context - most) :], np.int32)
+            prompts[i] = np.array(ids[-room:], np.int32)
+        if short := sum(len(prompt) + most > self._context for prompt in prompts.values()):
+            _log.warning(
+                "%d of %d prompts leave less than max_gen_toks=%d of the context of %d to their answers; at most the "
+                "last %d tokens of a prompt are read",
+                short,
+                len(prompts),
+                options["max_gen_toks"],
+                self._context,
+                room,
+            )
         order = sorted(members, key=lambda i: -len(prompts[i]))
         while order:
             slots = bucket(len(prompts[order[0]]) + most, self._context)

@@ -283,3 +283,37 @@ def test_of_repeated_lines_of_a_step_the_last_counts(tmp_path):
         lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines(keepends=True)
         file.writelines(reversed(lines))
     assert read_run(path).evaluations == run.evaluations
+
+
+def ladder(root, losses, **of_mhar):
+    """Runs of both variants at three scales."""
+    paths = []
+    for layers, base in zip((1, 2, 4), losses, strict=True):
+        for variant, changes in (("additive", {}), ("mhar", of_mhar)):
+            run = config(variant, layers=layers, **changes)
+            paths.append(write_run(root / f"{variant}-{layers}", run, np.full(14, base)))
+    return paths
+
+
+def test_gain_of_methods_that_differ_is_refused(tmp_path, capsys):
+    paths = ladder(tmp_path, (3.6, 3.3, 3.1))
+    other = config("mhar", layers=2, seed=1)
+    other = dataclasses.replace(other, model=dataclasses.replace(other.model, routing_heads=2))
+    assert main([*paths, write_run(tmp_path / "other", other), "--gain"]) == 2
+    assert "(mhar) differ in model.routing_heads, None and 2; give runs of one method" in capsys.readouterr().err
+    rate = write_run(tmp_path / "rate", config("mhar", layers=2, peak_lr=5e-4))
+    assert main([*paths, rate, "--gain"]) == 2
+    assert "differ in optimizer.peak_lr, 0.001 and 0.0005" in capsys.readouterr().err
+
+
+def test_gain_warns_of_runs_that_are_not_paired(tmp_path, capsys):
+    assert main([*ladder(tmp_path, (3.6, 3.3, 3.1), seed=7), "--gain", "--sigma", "0"]) == 0
+    section = capsys.readouterr().out.partition("compute-equivalent gain")[2]
+    assert section.count("are NOT PAIRED: seed is 42 and 7") == 3
+
+
+def test_gain_over_a_baseline_that_does_not_fall(tmp_path, capsys):
+    assert main([*ladder(tmp_path, (3.1, 3.3, 3.6)), "--gain"]) == 2
+    error = capsys.readouterr().err
+    assert "the baseline's loss does not fall with compute: 3.1000 at" in error
+    assert error.count("\n") == 1
