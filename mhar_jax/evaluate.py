@@ -160,8 +160,8 @@ def _tasks(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any
     for task in results["samples"]:
         of_task = [item.metrics for item in items if item.task == task]
         for name in dict.fromkeys(name for metrics in of_task for name in metrics):
-            values = [metrics[name] for metrics in of_task if name in metrics]
-            if name.split(",")[0] in _SHARES and all(0 <= value <= 1 for value in values):
+            values = [float(value) for m in of_task if isinstance(value := m.get(name), int | float)]
+            if values and name.split(",")[0] in _SHARES and all(0 <= value <= 1 for value in values):
                 print(f"{task} {name}, {size_note(sum(values) / len(values), len(values))}")
     return dict(results["results"]), items
 
