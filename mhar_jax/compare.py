@@ -90,8 +90,11 @@ def _compare_runs(paths: Sequence[str], options: argparse.Namespace) -> list[str
 def _gain(runs, sigma: float) -> None:
     """The compute-equivalent gain of every variant over the first run's."""
     from mhar_jax.evaluation.power_law import compute_equivalent_gain
+    from mhar_jax.evaluation.runs import reasons_against_pairing
     from mhar_jax.evaluation.statistics import mean_std
 
+    if not 0 <= sigma < math.inf:
+        raise UserError(f"--sigma must be a number of at least 0, got {sigma}")
     scales: dict[str, dict] = {}
     for run in runs:
         scales.setdefault(run.config.model.variant, {}).setdefault(run.shape, []).append(run)
@@ -99,6 +102,8 @@ def _gain(runs, sigma: float) -> None:
     baseline = scales.pop(first)
     if not scales:
         raise UserError("--gain needs runs of two variants")
+    for variant, by_shape in {first: baseline, **scales}.items():
+        _check_one_method(variant, by_shape)
     for variant, by_shape in scales.items():
         shapes = sorted(baseline.keys() & by_shape.keys(), key=lambda s: baseline[s][0].flops)
         compute = [baseline[s][0].flops for s in shapes]
@@ -115,8 +120,27 @@ def _gain(runs, sigma: float) -> None:
                 f"  C = {c:.3g}   {factor.value:.2f}   {factor.low:.2f} to {factor.high:.2f} (90 %, losses ± {sigma:g})"
             )
         print(f"  Warning: {gain.warning}.")
+        for run in (run for s in shapes for run in by_shape[s]):
+            pair = next((r for r in baseline[run.shape] if r.config.seed == run.config.seed), baseline[run.shape][0])
+            if reasons := reasons_against_pairing(pair, run):
+                print(f"  Warning: {run.path} and {pair.path} are NOT PAIRED: {'; '.join(reasons)}.")
         if len(shapes) == 3:
             print("  Warning: three numbers fitted to three points; the fit says nothing about its own error.")
+
+
+def _check_one_method(variant: str, by_shape: dict) -> None:
+    """Runs of one variant and one scale may differ in their seed only: others are not averaged."""
+    from mhar_jax.evaluation.runs import differing_fields
+
+    for first, *others in by_shape.values():
+        for run in others:
+            found = {n: values for n, values in differing_fields(first, run).items() if n != "seed"}
+            if found:
+                name, (x, y) = next(iter(found.items()))
+                raise UserError(
+                    f"--gain averages runs of one variant and scale over seeds, and {first.path} and {run.path} "
+                    f"({variant}) differ in {name}, {x} and {y}; give runs of one method of each variant"
+                )
 
 
 def _compare_results(paths: Sequence[str]) -> list[str]:
@@ -134,9 +158,12 @@ def _compare_results(paths: Sequence[str]) -> list[str]:
             print(f"  NOT PAIRED: {'; '.join(against)}; so there is no test")
             reasons += against
             continue
-        for found in compare_items(results[0], other):
+        comparisons = list(compare_items(results[0], other))
+        for found in comparisons:
             tests += found.p is not None
             print(f"  {found.sentence()}")
+        if not comparisons:
+            print("  no metric that both have is kept item by item, so there is no test")
     if tests > 1:
         print(f"{tests} tests: with no difference anywhere, {0.05 * tests:.2g} of them have p < 0.05 on average.")
     return reasons

@@ -9,6 +9,8 @@ from mhar_jax.command_line import add_checkpoint_arguments, open_from, parser
 from mhar_jax.errors import UserError, command
 from mhar_jax.platforms import prefer_present_hardware
 
+_SHARES = ("acc", "acc_norm", "exact_match", "pass@1", "pass_at_1")  # metrics that are right or wrong item by item
+
 
 def _parser() -> argparse.ArgumentParser:
     p = parser(
@@ -35,6 +37,10 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
+def _names(tasks: str) -> list[str]:
+    return [name.strip() for name in tasks.split(",") if name.strip()]
+
+
 @command
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command; wrong input is one line on standard error and exit code 2."""
@@ -43,6 +49,8 @@ def main(arguments: list[str] | None = None) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.tasks is not None and not _names(options.tasks):
+        raise UserError(f"--tasks must name at least one task, with commas between, got {options.tasks!r}")
     prefer_present_hardware()
     from mhar_jax.evaluation.items import Results, write_results
     from mhar_jax.models import count_parameters
@@ -139,7 +147,7 @@ def _tasks(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any
     )
     results = run_tasks(
         model,
-        [name.strip() for name in options.tasks.split(",") if name.strip()],
+        _names(options.tasks),
         task_directory=options.task_dir,
         limit=options.limit,
         num_fewshot=options.num_fewshot,
@@ -150,9 +158,10 @@ def _tasks(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any
     print(make_table(results))
     items = items_of_harness(results["samples"])
     for task in results["samples"]:
-        for name in ("acc", "acc_norm", "exact_match"):
-            values = [item.metrics[name] for item in items if item.task == task and name in item.metrics]
-            if values:
+        of_task = [item.metrics for item in items if item.task == task]
+        for name in dict.fromkeys(name for metrics in of_task for name in metrics):
+            values = [float(value) for m in of_task if isinstance(value := m.get(name), int | float)]
+            if values and name.split(",")[0] in _SHARES and all(0 <= value <= 1 for value in values):
                 print(f"{task} {name}, {size_note(sum(values) / len(values), len(values))}")
     return dict(results["results"]), items
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from mhar_jax.command_line import add_checkpoint_arguments, open_from, parser
-from mhar_jax.errors import UserError, command, writing
+from mhar_jax.errors import UserError, command, one_line, writing
 from mhar_jax.platforms import prefer_present_hardware
 
 
@@ -27,7 +27,7 @@ def _token_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise UserError(f"--prompt-tokens must be numbers with commas between, got {text!r}") from None
+        raise UserError(f"--prompt-tokens must be numbers with commas between, got {one_line(text, 60)!r}") from None
 
 
 @command
@@ -39,10 +39,14 @@ def main(arguments: list[str] | None = None) -> None:
         raise UserError("give at least one --prompt or --prompt-tokens")
     prefer_present_hardware()
     from mhar_jax.generation import Sampling, TokenGenerator, complete
+    from mhar_jax.inference import check_tokens
 
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p, seed=options.seed)
     checkpoint = open_from(options)
     tokenizer = checkpoint.tokenizer
+    for prompt in prompts:
+        if not isinstance(prompt, str):
+            check_tokens(prompt, checkpoint.config.model)  # before they are decoded
     shown = ["" if options.only_new else p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
     alone = len(prompts) == 1
     begun = False

@@ -169,10 +169,15 @@ def check_tokens(tokens: Sequence[int] | np.ndarray, config: ModelConfig, *, roo
     Raises:
       UserError: no tokens, one outside the vocabulary, or too many.
     """
-    ids = np.asarray(tokens, np.int64)
+    assert config.vocab_size is not None
+    try:
+        ids = np.asarray(tokens, np.int64)
+    except OverflowError:
+        raise UserError(
+            f"a token of the prompt is beyond 64 bits; the model's vocabulary has {config.vocab_size} tokens"
+        ) from None
     if not ids.size:
         raise UserError("the prompt is empty; give at least one character of text")
-    assert config.vocab_size is not None
     outside = ids[(ids < 0) | (ids >= config.vocab_size)]
     if outside.size:
         raise UserError(

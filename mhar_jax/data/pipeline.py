@@ -103,14 +103,23 @@ def describe_data(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]
 
     Keys: source; order ("packed", "streams" or "synthetic"); documents, tokens, tokens_per_epoch (tokens and an
     end-of-text for each document) of the training split; held_out_documents, held_out_tokens (with end-of-text);
-    vocab_size; tokenizer; fingerprint (equal if two runs see the same documents as the same tokens in the same order).
-    Numbers of tokens are None for text tokenised on the fly, and its fingerprint is of names and sizes, not of the
-    content; `documents` then counts both splits.
+    vocab_size; tokenizer; fingerprint (equal if two runs see the same documents as the same tokens in the same order);
+    held_out_fingerprint (of the text of data.held_out_path, None without one). Numbers of tokens are None for text
+    tokenised on the fly, its fingerprints cover large files by samples (`fingerprints`), and `documents` then counts
+    both splits.
     """
     if config.data.format == "synthetic":
         vocab_size = _synthetic_vocabulary(config, tokenizer)
         unknown = dict.fromkeys(
-            ("documents", "tokens", "tokens_per_epoch", "held_out_documents", "held_out_tokens", "tokenizer")
+            (
+                "documents",
+                "tokens",
+                "tokens_per_epoch",
+                "held_out_documents",
+                "held_out_tokens",
+                "tokenizer",
+                "held_out_fingerprint",
+            )
         )
         name = "uniformly random tokens"
         return {"source": name, "order": "synthetic", **unknown, "vocab_size": vocab_size, "fingerprint": "synthetic"}
@@ -134,8 +143,12 @@ def describe_data(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]
         packed = _packed_held_out(config, tokenizer, None)
         facts["held_out_documents"] = len(_held_out_documents(config, held))
         facts["held_out_tokens"] = packed.tokens_per_epoch
-    fingerprint = corpus.fingerprint if isinstance(corpus, TokenCorpus) else _raw_fingerprint(corpus, tokenizer)
-    return facts | {"vocab_size": tokenizer.vocab_size, "tokenizer": tokenizer.spec, "fingerprint": fingerprint}
+    return facts | {
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": tokenizer.spec,
+        "fingerprint": _fingerprint(corpus, tokenizer),
+        "held_out_fingerprint": None if config.data.held_out_path is None else _fingerprint(held, tokenizer),
+    }
 
 
 def _rows(config: Config, process_index: int, process_count: int) -> range:
@@ -249,7 +262,13 @@ def _packed_held_out(config: Config, tokenizer: Tokenizer, enough: int | None) -
 
 
 def _raw_fingerprint(corpus: RawText, tokenizer: Tokenizer) -> str:
-    return f"{corpus.documents.listing_fingerprint()}-{tokenizer.fingerprint}-{tokenizer.eos_id}"
+    documents = corpus.documents
+    tokens = f"{tokenizer.fingerprint}-{tokenizer.eos_id}"
+    return f"{documents.listing_fingerprint()}-{tokens}-{documents.content_fingerprint()}"
+
+
+def _fingerprint(corpus: TokenCorpus | RawText, tokenizer: Tokenizer) -> str:
+    return corpus.fingerprint if isinstance(corpus, TokenCorpus) else _raw_fingerprint(corpus, tokenizer)
 
 
 def _synthetic_vocabulary(config: Config, tokenizer: Tokenizer | None) -> int:

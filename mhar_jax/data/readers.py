@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mhar_jax.data.files import list_files
+from mhar_jax.data.fingerprints import hash_content
 from mhar_jax.errors import UserError
 
 _BLANK_LINES = re.compile(rb"\n(?:[ \t\r\f\v]*\n)+")
@@ -221,6 +222,11 @@ class Documents:
         """Hash of the files' names, sizes and numbers of documents, not of their content."""
         listing = [(f.path.name, f.path.stat().st_size, len(f)) for f in self.files]
         return hashlib.blake2b(json.dumps(listing).encode(), digest_size=16).hexdigest()
+
+    def content_fingerprint(self) -> str:
+        """Hash of the files' content, of large files by samples (`fingerprints.hash_content`)."""
+        content = [hash_content(f.path) for f in self.files]
+        return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
 def open_documents(path: str | None, file_format: str, text_field: str) -> Documents:

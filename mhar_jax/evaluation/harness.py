@@ -3,6 +3,7 @@
 Imported only where the harness is used: it is the extra `eval`. Works without PyTorch and, with local tasks, offline.
 """
 
+import logging
 import math
 import os
 import pathlib
@@ -17,10 +18,13 @@ from tqdm import tqdm
 
 from mhar_jax.data.tokenizers import Tokenizer
 from mhar_jax.errors import UserError, one_line
+from mhar_jax.evaluation.code import local_code_eval
 from mhar_jax.evaluation.scoring import Scorer
 from mhar_jax.evaluation.text import score_token_documents
 from mhar_jax.generation import Sampling, TokenGenerator, complete
 from mhar_jax.inference import PlacedModel, bucket
+
+_log = logging.getLogger("mhar_jax")
 
 
 class HarnessModel(TemplateLM):
@@ -136,6 +140,7 @@ class HarnessModel(TemplateLM):
         """Continues the requests `members`, which all have the same settings."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(requests[members[0]].args[1]))
         most = min(options["max_gen_toks"], self._context - 1)
+        room = max(self._context - most, self._context // 2)  # the harness keeps the first; a token is no question
         sampling = Sampling(
             temperature=options.get("temperature", 0.0),
             top_k=options.get("top_k") or None,
@@ -144,7 +149,17 @@ class HarnessModel(TemplateLM):
         prompts = {}
         for i in members:
             ids = self.tok_encode(requests[i].args[0]) or [self._prefix]
-            prompts[i] = np.array(ids[-(self._context - most) :], np.int32)
+            prompts[i] = np.array(ids[-room:], np.int32)
+        if short := sum(len(prompt) + most > self._context for prompt in prompts.values()):
+            _log.warning(
+                "%d of %d prompts leave less than max_gen_toks=%d of the context of %d to their answers; at most the "
+                "last %d tokens of a prompt are read",
+                short,
+                len(prompts),
+                options["max_gen_toks"],
+                self._context,
+                room,
+            )
         order = sorted(members, key=lambda i: -len(prompts[i]))
         while order:
             slots = bucket(len(prompts[order[0]]) + most, self._context)
@@ -189,12 +204,11 @@ def run_tasks(
         must be another one for every model.
 
     Raises:
-      UserError: an unknown task, or one whose data cannot be read.
+      UserError: an unknown task, or one whose data cannot be read, that needs a package that is missing, or that runs
+        programs without `allow_code`.
     """
     if offline:
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
-    if allow_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork a process in which JAX has threads
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -207,18 +221,29 @@ def run_tasks(
         some = ", ".join(sorted(known)[:5])
         raise UserError(f"there is no task {unknown[0]!r}; the {len(known)} known ones begin with {some}")
     try:
-        results = simple_evaluate(
-            model=model,
-            tasks=list(tasks),
-            num_fewshot=num_fewshot,
-            limit=limit,
-            task_manager=manager,
-            use_cache=cache,
-            bootstrap_iters=1000,
-            log_samples=True,
-            confirm_run_unsafe_code=allow_code,
-        )
+        with local_code_eval(allow_code):
+            results = simple_evaluate(
+                model=model,
+                tasks=list(tasks),
+                num_fewshot=num_fewshot,
+                limit=limit,
+                task_manager=manager,
+                use_cache=cache,
+                bootstrap_iters=1000,
+                log_samples=True,
+                confirm_run_unsafe_code=allow_code,
+            )
     except (OSError, ConnectionError) as error:
         raise UserError(f"the data of {', '.join(tasks)} cannot be read: {one_line(error)}") from None
+    except ImportError as error:
+        raise UserError(
+            f"{', '.join(tasks)} needs a package that is missing, extra `eval`: {one_line(error)}"
+        ) from None
+    except (ValueError, AssertionError) as error:
+        if isinstance(error, AssertionError) and "are required" in str(error):  # minerva_math's, of a version
+            raise UserError(f"{', '.join(tasks)} needs other packages, extra `eval`: {one_line(error)}") from None
+        if "marked as unsafe" in str(error):
+            raise UserError(f"{', '.join(tasks)}: a task runs what the model wrote; give --allow-code") from None
+        raise
     assert results is not None
     return dict(results)

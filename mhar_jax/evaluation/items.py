@@ -5,11 +5,19 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mhar_jax.errors import UserError, one_line, writing
 
 _KIND = "mhar_jax evaluation"
+_WEIGHTED = ("word_perplexity", "byte_perplexity", "bits_per_byte")  # pairs (log-likelihood, weight) in the harness
+
+
+class Weighted(NamedTuple):
+    """A log-likelihood and the words or bytes it covers: what the harness's perplexities are made of."""
+
+    log_likelihood: float  # nats
+    weight: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +27,7 @@ class Item:
     task: str
     number: int  # within its task
     content: str  # hash of what was asked, so that results of other questions are not paired
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float | Weighted]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,21 +48,27 @@ def content_hash(content: Any) -> str:
 
 
 def items_of_harness(samples: Mapping[str, list[Mapping[str, Any]]]) -> list[Item]:
-    """Items from the `samples` of the harness: every metric of a sample that is one number."""
-    return [
-        Item(
-            task,
-            int(sample["doc_id"]),
-            content_hash(sample["doc"]),
-            {
-                name: float(sample[name])
-                for name in sample.get("metrics", ())
-                if isinstance(sample.get(name), int | float)
-            },
-        )
-        for task, rows in samples.items()
-        for sample in rows
-    ]
+    """Items from the `samples` of the harness: every metric of a sample that is one number, or a weighted one.
+
+    The harness lists a question once for every filter of its answer (GSM8K has two). Here it is one item, and a metric
+    of a filter other than "none" is "metric,filter", as in the harness's results.
+    """
+    metrics: dict[tuple[str, int], dict[str, float | Weighted]] = {}
+    contents: dict[tuple[str, int], str] = {}
+    for task, rows in samples.items():
+        for sample in rows:
+            place = task, int(sample["doc_id"])
+            contents[place] = content_hash(sample["doc"])
+            name_filter = sample.get("filter", "none")
+            of_item = metrics.setdefault(place, {})
+            for name in sample.get("metrics", ()):
+                value = sample.get(name)
+                full_name = name if name_filter == "none" else f"{name},{name_filter}"
+                if isinstance(value, int | float):
+                    of_item[full_name] = float(value)
+                elif name in _WEIGHTED and isinstance(value, tuple | list) and len(value) == 2:
+                    of_item[full_name] = Weighted(*map(float, value))
+    return [Item(*place, contents[place], of_item) for place, of_item in metrics.items()]
 
 
 def write_results(results: Results, path: str | pathlib.Path) -> None:
@@ -78,6 +92,11 @@ def read_results(path: str | pathlib.Path) -> Results:
         found = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict) or found.pop("kind", None) != _KIND:
             raise ValueError("it was not written by mhar_jax.evaluate --out")
-        return Results(**(found | {"items": [Item(**item) for item in found["items"]]}))
+        return Results(**(found | {"items": [_item(item) for item in found["items"]]}))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{path} holds no results of an evaluation: {one_line(error)}") from None
+
+
+def _item(found: dict[str, Any]) -> Item:
+    metrics = {name: Weighted(*value) if isinstance(value, list) else value for name, value in found["metrics"].items()}
+    return Item(**(found | {"metrics": metrics}))

@@ -1,10 +1,18 @@
 """Two evaluations of the same items: an exact test where items are right or wrong, else a paired bootstrap."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
-from mhar_jax.evaluation.items import Item, Results
-from mhar_jax.evaluation.statistics import Estimate, McNemar, mcnemar_of_items, paired_bootstrap, size_note
+from mhar_jax.evaluation.items import Item, Results, Weighted
+from mhar_jax.evaluation.statistics import (
+    Estimate,
+    McNemar,
+    bootstrap_ratio,
+    mcnemar_of_items,
+    paired_bootstrap,
+    size_note,
+)
 
 _DECIDING = ("num_fewshot", "window", "stride", "prefix_token")
 
@@ -33,10 +41,11 @@ class ItemComparison:
     task: str
     metric: str
     count: int
-    first: float  # means
+    first: float  # means; of weighted items, nats per weight
     second: float
-    test: McNemar | None  # where every item is 0 or 1
-    difference: Estimate | None  # else
+    test: McNemar | None = None  # where every item is 0 or 1
+    difference: Estimate | None = None  # else
+    refusal: str | None = None  # else: why there is no test
 
     @property
     def p(self) -> float | None:
@@ -45,6 +54,8 @@ class ItemComparison:
 
     def sentence(self) -> str:
         """The result on one line."""
+        if self.refusal is not None:
+            return f"{self.task} {self.metric}: {self.refusal}, so there is no test"
         name = f"{self.task} {self.metric}: {self.first:.4f} to {self.second:.4f}"
         if self.test is not None:
             right = f"{self.test.only_second} against {self.test.only_first} discordant items"
@@ -64,22 +75,40 @@ class ItemComparison:
 def compare_items(a: Results, b: Results) -> Iterator[ItemComparison]:
     """Every metric that both have, task by task; the items must be the same (`reasons_against_pairing`)."""
     mine, yours = (_by_place(results) for results in (a, b))
+
+    def test(task: str, metric: str, places: list[tuple[str, int]]) -> ItemComparison:
+        first, second = ([of[place].metrics[metric] for place in places] for of in (mine, yours))
+        bad = [
+            (results.checkpoint, place)
+            for results, values in ((a, first), (b, second))
+            for place, value in zip(places, values, strict=True)
+            if not all(map(math.isfinite, value if isinstance(value, tuple) else (value,)))
+        ]
+        if bad:
+            (checkpoint, (_, number)), count = bad[0], len(bad)
+            why = f"{count} values are not finite, for instance item {number} of {checkpoint}"
+            return ItemComparison(task, metric, len(places), math.nan, math.nan, refusal=why)
+        x, y = ([-v.log_likelihood for v in values if isinstance(v, Weighted)] for values in (first, second))
+        if x or y:
+            weights, others = ([v.weight for v in vs if isinstance(v, Weighted)] for vs in (first, second))
+            if len(weights) < len(places) or weights != others:
+                why = "the two count other words or bytes"
+                return ItemComparison(task, metric, len(places), math.nan, math.nan, refusal=why)
+            means = sum(x) / sum(weights), sum(y) / sum(weights)
+            gap = bootstrap_ratio([v - u for u, v in zip(x, y, strict=True)], weights)
+            unit = "word" if metric.startswith("word") else "byte"
+            return ItemComparison(task, f"{metric} (nats a {unit})", len(places), *means, difference=gap)
+        x, y = ([v for v in values if not isinstance(v, Weighted)] for values in (first, second))
+        means = sum(x) / len(x), sum(y) / len(y)
+        if {*x, *y} <= {0.0, 1.0}:
+            return ItemComparison(task, metric, len(places), *means, test=mcnemar_of_items(x, y))
+        return ItemComparison(task, metric, len(places), *means, difference=paired_bootstrap(x, y))
+
     for task in dict.fromkeys(item.task for item in a.items):
         places = [place for place in mine if place[0] == task]
         for metric in mine[places[0]].metrics:
-            if not all(metric in of[place].metrics for of in (mine, yours) for place in places):
-                continue
-            first, second = ([of[place].metrics[metric] for place in places] for of in (mine, yours))
-            binary = {*first, *second} <= {0.0, 1.0}
-            yield ItemComparison(
-                task,
-                metric,
-                len(places),
-                sum(first) / len(first),
-                sum(second) / len(second),
-                mcnemar_of_items(first, second) if binary else None,
-                None if binary else paired_bootstrap(first, second),
-            )
+            if all(metric in of[place].metrics for of in (mine, yours) for place in places):
+                yield test(task, metric, places)
 
 
 def _by_place(results: Results) -> dict[tuple[str, int], Item]:

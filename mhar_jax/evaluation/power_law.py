@@ -119,10 +119,16 @@ def compute_equivalent_gain(
       draws: of the interval, at `level`.
 
     Raises:
-      UserError: see `fit_power_law`.
+      UserError: see `fit_power_law`; or the baseline's loss does not fall with compute.
     """
     c, base, other = (np.asarray(v, np.float64) for v in (compute, baseline, losses))
     law = fit_power_law(c, base, floor=floor)
+    least, most = base[c == c.min()].mean(), base[c == c.max()].mean()
+    if not most < least:
+        raise UserError(
+            f"the baseline's loss does not fall with compute: {least:.4f} at {c.min():.3g} and {most:.4f} at "
+            f"{c.max():.3g}, so no compute-equivalent gain can be read from it"
+        )
     factor = lambda law, y: np.array([law.compute(v) / at for v, at in zip(y, c, strict=True)])
     rng = np.random.default_rng(seed)
     drawn = []

@@ -14,10 +14,11 @@ from typing import Any
 
 from mhar_jax.config.load import make_config, read_file, to_dict
 from mhar_jax.config.schema import Config
+from mhar_jax.data.fingerprints import what_differs
 from mhar_jax.errors import UserError, one_line
-from mhar_jax.evaluation.statistics import MeanStd, mean_std, tail_mean
+from mhar_jax.evaluation.statistics import TAIL, MeanStd, mean_std, tail_mean
 from mhar_jax.models import train_flops_per_token
-from mhar_jax.training.run_directory import read_fingerprint
+from mhar_jax.training.run_directory import read_fingerprint, read_held_out_fingerprint
 
 # What is compared, and may differ between paired runs; the comparison says that it does.
 COMPARED = ("model", "optimizer.peak_lr")
@@ -53,6 +54,7 @@ class Run:
     config: Config
     evaluations: list[Evaluation]
     fingerprint: str | None  # of the text; None where no readable data.json says it
+    held_out_fingerprint: str | None = None  # of a held-out text of its own, where data.json says it
 
     @property
     def tail(self) -> float:
@@ -84,20 +86,31 @@ def read_run(path: str | pathlib.Path) -> Run:
     """A run directory.
 
     Raises:
-      UserError: no such directory, no config.yaml or metrics.jsonl, or no evaluation yet.
+      UserError: no such directory, no config.yaml or metrics.jsonl, no evaluation yet, or one of the tail-mean that
+        is not finite.
     """
     directory = pathlib.Path(path)
     for name in ("config.yaml", "metrics.jsonl"):
         if not (directory / name).is_file():
             raise UserError(f"{directory} is no run directory: it has no {name}")
     config = make_config(read_file(directory / "config.yaml"))
-    evaluations = list(_evaluations(directory / "metrics.jsonl"))
+    evaluations = _evaluations(directory / "metrics.jsonl")
     if not evaluations:
         raise UserError(f"{directory} has no evaluation in its metrics.jsonl")
-    return Run(str(directory), config, evaluations, read_fingerprint(directory))
+    for evaluation in evaluations[-TAIL:]:
+        if not math.isfinite(evaluation.loss):
+            raise UserError(
+                f"{directory} cannot be averaged: its held-out loss at step {evaluation.step} is {evaluation.loss}"
+            )
+    return Run(str(directory), config, evaluations, read_fingerprint(directory), read_held_out_fingerprint(directory))
 
 
-def _evaluations(path: pathlib.Path) -> Iterator[Evaluation]:
+def _evaluations(path: pathlib.Path) -> list[Evaluation]:
+    """In order of steps; of several of one step, which a resumed run may leave, the last."""
+    return sorted({e.step: e for e in _lines(path)}.values(), key=lambda e: e.step)
+
+
+def _lines(path: pathlib.Path) -> Iterator[Evaluation]:
     for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             line = json.loads(text)
@@ -146,7 +159,15 @@ def reasons_against_pairing(a: Run, b: Run) -> list[str]:
         if run.evaluations[-1].step < run.config.steps:
             reasons.append(f"{run.path} ends at step {run.evaluations[-1].step} of {run.config.steps}")
     if None not in (a.fingerprint, b.fingerprint) and a.fingerprint != b.fingerprint:
-        reasons.append(f"they saw different text (fingerprints {a.fingerprint} and {b.fingerprint})")
+        why = what_differs(str(a.fingerprint), str(b.fingerprint))
+        reasons.append(f"they saw different text (fingerprints {a.fingerprint} and {b.fingerprint}{why})")
+    held = a.held_out_fingerprint, b.held_out_fingerprint
+    if None not in held and held[0] != held[1]:
+        why = what_differs(*map(str, held))
+        reasons.append(f"they were evaluated on different text (fingerprints {held[0]} and {held[1]}{why})")
+    elif held[0] != held[1] and a.config.data.held_out_path is not None and b.config.data.held_out_path is not None:
+        missing = a if held[0] is None else b
+        reasons.append(f"the data.json of {missing.path} does not say on which held-out text it was evaluated")
     if "synthetic" in (a.fingerprint, b.fingerprint) and a.config.model.vocab_size != b.config.model.vocab_size:
         reasons.append("their random tokens are of vocabularies of different size")
     if [e.step for e in a.evaluations] != [e.step for e in b.evaluations]:
@@ -172,7 +193,7 @@ class Difference:
     @functools.cached_property
     def by_evaluation(self) -> MeanStd:
         """Of the last eleven evaluations' differences. NaN where they are not at the same steps."""
-        mine, yours = ({e.step: e.loss for e in run.evaluations[-11:]} for run in (self.first, self.second))
+        mine, yours = ({e.step: e.loss for e in run.evaluations[-TAIL:]} for run in (self.first, self.second))
         if mine.keys() != yours.keys():
             return MeanStd(math.nan, math.nan, 0)
         return mean_std([yours[step] - mine[step] for step in sorted(mine)])

@@ -93,10 +93,15 @@ def bootstrap_ratio(
     resamples: int = 9999,
     seed: int = 0,
 ) -> Estimate:
-    """sum(numerators) / sum(denominators) over items, for instance nats a token, with a bootstrap interval (BCa)."""
+    """sum(numerators) / sum(denominators) over items, for instance nats a token, with a bootstrap interval (BCa).
+
+    A sum that is not finite has no interval (NaN).
+    """
     a, b = _paired(numerators, denominators)
     ratio = lambda a, b, axis: a.sum(axis=axis) / b.sum(axis=axis)
     value = float(ratio(a, b, 0))
+    if not math.isfinite(value):
+        return Estimate(value, math.nan, math.nan, level)
     if np.ptp(a / b) == 0:
         return Estimate(value, value, value, level)
     found = stats.bootstrap(
@@ -129,14 +134,16 @@ def items_needed(points: float, share: float = 0.5, *, level: float = 0.95, powe
 
 def size_note(share: float, items: int) -> str:
     """What an accuracy on so many items can and cannot show, in one sentence."""
-    if share in (0.0, 1.0):  # no spread was seen, which is not to say that there is none: two more items either way
-        share = (share * items + 2) / (items + 4)
-    error = 100 * standard_error(share, items)
+    # Where no spread was seen, which is not to say that there is none, the error is that of two more items either way.
+    smoothed = share in (0.0, 1.0)
+    spread = (share * items + 2) / (items + 4) if smoothed else share
+    error = 100 * standard_error(spread, items)
     points = max(1, round(1.96 * math.sqrt(2) * error))
+    kind = "standard error with two right and two wrong items added" if smoothed else "standard error"
     return (
-        f"{items} items: {100 * share:.1f} % ± {error:.1f} points (standard error), so a difference of about {points} "
+        f"{items} items: {100 * share:.1f} % ± {error:.1f} points ({kind}), so a difference of about {points} "
         f"points or less between two models is noise unless a paired test says otherwise; to see 3 points takes "
-        f"{items_needed(3, share):,} items"
+        f"{items_needed(3, spread):,} items"
     )
 
 

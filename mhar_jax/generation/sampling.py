@@ -7,12 +7,14 @@ import jax.numpy as jnp
 
 from mhar_jax.errors import UserError
 
+_GREEDY = 1e-6  # float32 logits divided by much less overflow, and the draw would be the likeliest token anyway
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How a token is chosen: by temperature, then among the `top_k` likeliest, then within `top_p`."""
 
-    temperature: float = 0.0  # divides the logits; 0: the likeliest token, whatever the rest says
+    temperature: float = 0.0  # divides the logits; below 1e-6: the likeliest token, whatever the rest says
     top_k: int | None = None  # only the k likeliest; None: all
     top_p: float | None = None  # only the likeliest that together first reach this probability; None: all
     seed: int = 0  # row i of a batch draws as a single prompt would with seed + i
@@ -31,7 +33,7 @@ class Sampling:
     @property
     def method(self) -> str:
         """Which of the programs of `draw` this needs; numbers are inputs and compile nothing."""
-        if self.temperature == 0:
+        if self.temperature < _GREEDY:
             return "greedy"
         return "plain" if self.top_k is None and self.top_p in (None, 1.0) else "filtered"
 

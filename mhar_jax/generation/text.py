@@ -140,13 +140,16 @@ def complete(
       on_text: called with a prompt's index and new text as it comes: whole characters, nothing of a stop string.
 
     Raises:
-      UserError: an empty prompt, one that does not fit the context, a token outside the vocabulary.
+      UserError: an empty prompt, one that is not UTF-8 or does not fit the context, a token outside the vocabulary.
     """
     if max_tokens < 1:
         raise UserError(f"max_tokens must be at least 1, got {max_tokens}")
     if not prompts:
         return []
-    ids = [tokenizer.encode(p) if isinstance(p, str) else np.asarray(p) for p in prompts]
+    try:
+        ids = [tokenizer.encode(p) if isinstance(p, str) else np.asarray(p) for p in prompts]
+    except UnicodeEncodeError as error:  # half a surrogate pair, or bytes of the command line that are not UTF-8
+        raise UserError(f"the prompt is not text in UTF-8, from its character {error.start}") from None
     context = generator.config.context
     rows = [_Row(tokenizer, p, stop, min(max_tokens, context - len(p)), context - len(p) < max_tokens) for p in ids]
     for tokens in generator.steps([p.tolist() for p in ids], max_tokens, sampling or Sampling()):

@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 
 from mhar_jax.config.load import differences, make_config, to_dict
 from mhar_jax.config.schema import Config
+from mhar_jax.data.fingerprints import what_differs
 from mhar_jax.distributed import tells_of_a_lost_peer
 from mhar_jax.errors import UserError, one_line
 from mhar_jax.training.checksums import examine, json_digest
@@ -146,7 +147,8 @@ class Checkpoints:
             if meta["data_fingerprint"] != data_fingerprint:
                 raise UserError(
                     f"run_dir {self.directory.parent} holds a checkpoint trained on other data (fingerprint "
-                    f"{meta['data_fingerprint']}, now {data_fingerprint}); use another run_dir or the same text"
+                    f"{meta['data_fingerprint']}, now {data_fingerprint}"
+                    f"{what_differs(meta['data_fingerprint'], data_fingerprint)}); use another run_dir or the same text"
                 )
             with _damage_is_skipped(self.directory / str(step), skipped, step):
                 items = {

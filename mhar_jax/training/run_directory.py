@@ -51,10 +51,20 @@ def _check_own(run_dir: pathlib.Path) -> None:
 
 def read_fingerprint(run_dir: pathlib.Path) -> str | None:
     """Of the data that a run reads; None where no readable `data.json` says."""
+    return _read_data(run_dir, "fingerprint")
+
+
+def read_held_out_fingerprint(run_dir: pathlib.Path) -> str | None:
+    """Of a held-out text of its own; None without one, or where `data.json` does not say."""
+    return _read_data(run_dir, "held_out_fingerprint")
+
+
+def _read_data(run_dir: pathlib.Path, name: str) -> str | None:
     try:
-        return str(json.loads((run_dir / "data.json").read_text(encoding="utf-8"))["fingerprint"])
+        found = json.loads((run_dir / "data.json").read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    return None if found is None else str(found)
 
 
 def write_file(path: pathlib.Path, what: str, text: str) -> None:

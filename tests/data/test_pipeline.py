@@ -102,7 +102,25 @@ def test_fingerprint_follows_documents_and_tokenizer(make_config, tokenizer_path
     }
     assert len(found) == 4
     assert fingerprint(path=paths[0]) in found
-    assert fingerprint(path=paths[0], tokenize_at_start_mb=0) not in found
+    raw = fingerprint(path=paths[0], tokenize_at_start_mb=0)
+    assert raw not in found
+    (tmp_path / "a.txt").write_text("\n\n".join(f"DOCUMENT {i}" for i in range(40)))  # as many bytes and documents
+    assert fingerprint(path=paths[0], tokenize_at_start_mb=0) != raw
+
+
+@pytest.mark.parametrize("megabytes", [0, 100])
+def test_a_held_out_text_of_its_own_has_a_fingerprint(make_config, tmp_path, megabytes):
+    held = tmp_path / "held.txt"
+    options = {"held_out_path": str(held), "tokenize_at_start_mb": megabytes}
+
+    def described(text):
+        held.write_text(text)
+        return describe_data(make_config(**options), TOKENIZER)
+
+    one, other = described("a document\n\nanother"), described("a DOCUMENT\n\nanother")
+    assert one["fingerprint"] == other["fingerprint"]
+    assert one["held_out_fingerprint"] != other["held_out_fingerprint"]
+    assert describe_data(make_config(), TOKENIZER)["held_out_fingerprint"] is None
 
 
 def test_description_of_raw_text(make_config, texts):

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mhar_jax.data.files import embedded_text, list_files
+from mhar_jax.data.fingerprints import what_differs
 from mhar_jax.data.readers import ParquetFile, open_documents
 from mhar_jax.errors import UserError
 
@@ -96,6 +97,36 @@ def test_listing_fingerprint_follows_names_and_sizes(tmp_path):
     assert before == open_documents(str(tmp_path / "a.txt"), "auto", "text").listing_fingerprint()
     (tmp_path / "a.txt").write_text("one\n\ntwo.")
     assert before != open_documents(str(tmp_path), "auto", "text").listing_fingerprint()
+
+
+def test_content_fingerprint_tells_files_of_one_size_apart(tmp_path, monkeypatch):
+    def fingerprints(text):
+        (tmp_path / "a.txt").write_text(text)
+        documents = open_documents(str(tmp_path), "auto", "text")
+        return documents.listing_fingerprint(), documents.content_fingerprint()
+
+    one, other = fingerprints("one\n\ntwo"), fingerprints("one\n\nsix")
+    assert one[0] == other[0]
+    assert one[1] != other[1]
+    assert one == fingerprints("one\n\ntwo")
+    monkeypatch.setattr("mhar_jax.data.fingerprints._WHOLE", 64)
+    monkeypatch.setattr("mhar_jax.data.fingerprints._BLOCK", 8)  # eight blocks of eight bytes
+    long = "word " * 200
+    whole = fingerprints(long)
+    assert whole == fingerprints(long)
+    assert whole[1] != fingerprints("W" + long[1:])[1]
+    assert whole[1] != fingerprints(long[:-2] + "D ")[1]
+    assert whole[1] == fingerprints(long[:20] + "W" + long[21:])[1]  # between two blocks: what samples cannot see
+
+
+def test_unequal_fingerprints_say_what_differs():
+    assert what_differs("a-bytes-256-c", "a-bytes-256-d") == ": their content"
+    assert what_differs("a-bytes-256-c", "b-bytes-0-c") == (
+        ": their names, sizes or numbers of documents and end-of-text tokens"
+    )
+    assert "only one of them covers the content" in what_differs("a-bytes-256", "a-bytes-256-c")
+    assert "tokenised on the fly" in what_differs("a-bytes-256-c", "abc")
+    assert what_differs("abc", "abd") == ""
 
 
 def test_missing_and_unknown_files(tmp_path):

@@ -89,6 +89,8 @@ def test_generate_streams_one_prompt(run, capsys):
     assert again == out
     new, _ = lines(capsys, generate.main, run, "--prompt", "Docu", "--max-tokens", 6, "--temperature", 0, "--only-new")
     assert "Docu" + new == out
+    tiny, _ = lines(capsys, generate.main, run, "--prompt", "Docu", "--max-tokens", 6, "--temperature", 1e-40)
+    assert tiny == out
     assert "6 tokens, --max-tokens" in err
 
 
@@ -107,6 +109,9 @@ def test_generate_several_prompts(pretrained, capsys):
         (["--prompt", ""], "the prompt is empty; give at least one character of text"),
         (["--prompt", "x" * 600], "the prompt has 600 tokens, and the model's context of 512 leaves room for 511"),
         (["--prompt-tokens", "1,320"], "token 320 of the prompt is outside the model's vocabulary of 320 tokens"),
+        (["--prompt-tokens", f"1,{2**70}"], "a token of the prompt is beyond 64 bits"),
+        (["--prompt-tokens", "1,-1"], "token -1 of the prompt is outside the model's vocabulary"),
+        (["--prompt", "a\udcff"], "the prompt is not text in UTF-8, from its character 1"),
         (["--prompt-tokens", "1,a"], "--prompt-tokens must be numbers with commas between, got '1,a'"),
         (["--prompt", "a", "--variant", "mhar"], "holds a model of variant additive, and mhar was asked for"),
         (["--prompt", "a", "--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
@@ -149,6 +154,8 @@ def test_checkpoints_that_are_refused(run, capsys, tmp_path):
         (["--window", "8", "--stride", "9"], "the stride must be from 1 to the window of 8 tokens, got 9"),
         (["--window", "0"], "--window must be at least 1, got 0"),
         (["--text", "/nowhere.txt"], "/nowhere.txt"),
+        (["--tasks", ","], "--tasks must name at least one task, with commas between, got ','"),
+        (["--tasks", ""], "--tasks must name at least one task, with commas between, got ''"),
     ],
 )
 def test_evaluate_refuses_in_one_sentence(run, capsys, arguments, message):

@@ -10,7 +10,7 @@ import pytest
 from mhar_jax.compare import main
 from mhar_jax.config.load import to_yaml
 from mhar_jax.config.schema import Config, DataConfig, EvalConfig, ModelConfig, OptimizerConfig
-from mhar_jax.evaluation.items import Item, Results, read_results, write_results
+from mhar_jax.evaluation.items import Item, Results, Weighted, items_of_harness, read_results, write_results
 from mhar_jax.evaluation.runs import compare_runs, read_run, reasons_against_pairing, what_is_compared
 
 STEPS = 1300
@@ -190,3 +190,130 @@ def test_results_round_trip(tmp_path):
     before = results([{"acc": 1.0, "f1": 0.25}])
     write_results(before, tmp_path / "r.json")
     assert read_results(tmp_path / "r.json") == before
+
+
+def test_filters_of_one_question_are_metrics_of_one_item(tmp_path, capsys):
+    """GSM8K in the harness: every question twice, once a filter. Each filter has its own test over all questions."""
+
+    def samples(strict, flexible):
+        rows = [
+            {"doc_id": i, "doc": {"q": i}, "filter": name, "metrics": ["exact_match"], "exact_match": value}
+            for name, values in (("strict-match", strict), ("flexible-extract", flexible))
+            for i, value in enumerate(values)
+        ]
+        return {"gsm8k": rows}
+
+    for name, strict in (("a", [0] * 8 + [1] * 2), ("b", [1] * 10)):
+        items = items_of_harness(samples(strict, [1] * 10))
+        assert len(items) == 10
+        assert items[0].metrics == {"exact_match,strict-match": strict[0], "exact_match,flexible-extract": 1}
+        write_results(Results(name, "mhar", {}, {}, items), tmp_path / name)
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert "gsm8k exact_match,strict-match: 0.2000 to 1.0000, 8 against 0 discordant items" in out
+    assert "gsm8k exact_match,flexible-extract: 1.0000 to 1.0000, 0 against 0 discordant items" in out
+
+
+def test_perplexities_are_compared_by_their_log_likelihoods(tmp_path, capsys):
+    """Metrics that the harness keeps as (log-likelihood, words) or (log-likelihood, bytes)."""
+    for name, nats in (("a", 4.0), ("b", 3.75)):
+        rows = [
+            {
+                "doc_id": i,
+                "doc": i,
+                "metrics": ["word_perplexity", "f1"],
+                "word_perplexity": (-nats * n, n),
+                "f1": (1, 0),
+            }
+            for i, n in enumerate((10, 20, 30, 40))
+        ]
+        items = items_of_harness({"wikitext": rows})
+        assert items[1].metrics == {"word_perplexity": Weighted(-nats * 20, 20)}
+        write_results(Results(name, "mhar", {}, {}, items), tmp_path / name)
+        assert read_results(tmp_path / name).items == items
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert "wikitext word_perplexity (nats a word): 4.0000 to 3.7500, difference -0.2500" in out
+    write_results(results([{}] * 4), tmp_path / "c")
+    write_results(results([{}] * 4, variant="mhar"), tmp_path / "d")
+    assert main([str(tmp_path / "c"), str(tmp_path / "d")]) == 0
+    assert "no metric that both have is kept item by item" in capsys.readouterr().out
+
+
+def test_items_that_are_not_numbers_are_not_averaged(tmp_path, capsys):
+    write_results(results([{"nll": 1.0}] * 3), tmp_path / "a")
+    write_results(results([{"nll": 1.0}, {"nll": float("nan")}, {"nll": 2.0}]), tmp_path / "b")
+    assert main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    out = capsys.readouterr().out
+    assert "quiz nll: 1 values are not finite, for instance item 1 of somewhere, so there is no test" in out
+
+
+def test_text_of_equal_size_is_told_apart(tmp_path):
+    """By the content's part of the fingerprint; an older data.json is read, and said to lack it."""
+    write = lambda name, fingerprint: read_run(write_run(tmp_path / name, config(), fingerprint=fingerprint))
+    new, other, old = write("a", "x-bytes-256-c"), write("b", "x-bytes-256-d"), write("c", "x-bytes-256")
+    (reason,) = reasons_against_pairing(new, other)
+    assert reason.endswith(": their content)")
+    (reason,) = reasons_against_pairing(new, old)
+    assert "only one of them covers the content" in reason
+    assert reasons_against_pairing(old, dataclasses.replace(old, path="d")) == []
+
+
+def test_held_out_text_of_its_own_is_told_apart(tmp_path):
+    held = config(data=DataConfig(held_out_path="held.txt"))
+    run = read_run(write_run(tmp_path / "a", held))
+    a, b = (dataclasses.replace(run, held_out_fingerprint=f) for f in ("one", "other"))
+    assert reasons_against_pairing(run, run) == reasons_against_pairing(a, a) == []
+    assert "they were evaluated on different text (fingerprints one and other)" in reasons_against_pairing(a, b)
+    (reason,) = reasons_against_pairing(a, run)
+    assert "does not say on which held-out text it was evaluated" in reason
+
+
+def test_losses_that_are_not_finite_are_not_averaged(tmp_path, capsys):
+    a = write_run(tmp_path / "a", config())
+    b = write_run(tmp_path / "b", config("mhar"), [*LOSSES[:-2], float("nan"), float("nan")])
+    assert main([a, b]) == 2
+    assert capsys.readouterr().err == f"error: {b} cannot be averaged: its held-out loss at step 1200 is nan\n"
+
+
+def test_of_repeated_lines_of_a_step_the_last_counts(tmp_path):
+    run = read_run(write_run(tmp_path / "a", config()))
+    path = write_run(tmp_path / "b", config(), [9.0] * 14)
+    with open(tmp_path / "b" / "metrics.jsonl", "a") as file:
+        lines = (tmp_path / "a" / "metrics.jsonl").read_text().splitlines(keepends=True)
+        file.writelines(reversed(lines))
+    assert read_run(path).evaluations == run.evaluations
+
+
+def ladder(root, losses, **of_mhar):
+    """Runs of both variants at three scales."""
+    paths = []
+    for layers, base in zip((1, 2, 4), losses, strict=True):
+        for variant, changes in (("additive", {}), ("mhar", of_mhar)):
+            run = config(variant, layers=layers, **changes)
+            paths.append(write_run(root / f"{variant}-{layers}", run, np.full(14, base)))
+    return paths
+
+
+def test_gain_of_methods_that_differ_is_refused(tmp_path, capsys):
+    paths = ladder(tmp_path, (3.6, 3.3, 3.1))
+    other = config("mhar", layers=2, seed=1)
+    other = dataclasses.replace(other, model=dataclasses.replace(other.model, routing_heads=2))
+    assert main([*paths, write_run(tmp_path / "other", other), "--gain"]) == 2
+    assert "(mhar) differ in model.routing_heads, None and 2; give runs of one method" in capsys.readouterr().err
+    rate = write_run(tmp_path / "rate", config("mhar", layers=2, peak_lr=5e-4))
+    assert main([*paths, rate, "--gain"]) == 2
+    assert "differ in optimizer.peak_lr, 0.001 and 0.0005" in capsys.readouterr().err
+
+
+def test_gain_warns_of_runs_that_are_not_paired(tmp_path, capsys):
+    assert main([*ladder(tmp_path, (3.6, 3.3, 3.1), seed=7), "--gain", "--sigma", "0"]) == 0
+    section = capsys.readouterr().out.partition("compute-equivalent gain")[2]
+    assert section.count("are NOT PAIRED: seed is 42 and 7") == 3
+
+
+def test_gain_over_a_baseline_that_does_not_fall(tmp_path, capsys):
+    assert main([*ladder(tmp_path, (3.1, 3.3, 3.6)), "--gain"]) == 2
+    error = capsys.readouterr().err
+    assert "the baseline's loss does not fall with compute: 3.1000 at" in error
+    assert error.count("\n") == 1

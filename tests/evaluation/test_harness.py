@@ -216,6 +216,38 @@ def test_requests_that_are_special(logits):
     assert len(texts) == 2
 
 
+def test_long_answers_leave_half_of_the_context_to_the_prompt(monkeypatch, caplog):
+    """HumanEval asks for 1,024 tokens whatever the context; a prompt of one token would be no question."""
+    from lm_eval.api.instance import Instance
+
+    from mhar_jax.evaluation import harness
+    from mhar_jax.generation.text import Completion
+
+    model = harness.HarnessModel(placed(tiny_model()), BYTES, batch_tokens=256)
+    read = []
+
+    def complete(generator, tokenizer, prompts, **options):
+        read.extend(prompts)
+        return [Completion("", [], "length") for _ in prompts]
+
+    monkeypatch.setattr(harness, "complete", complete)
+
+    def lengths(most):
+        read.clear()
+        options = {"until": ["\n"], "max_gen_toks": most}
+        asked = [Instance("generate_until", {}, ("x" * n + "end", options), 0) for n in (200, 1)]
+        model.generate_until(asked, disable_tqdm=True)
+        assert all(bytes(prompt.tolist()).endswith(b"end") for prompt in read)
+        return [len(prompt) for prompt in read]
+
+    assert lengths(1024) == [32, 4]
+    assert "2 of 2 prompts leave less than max_gen_toks=1024 of the context of 64" in caplog.text
+    assert lengths(40) == [32, 4]
+    caplog.clear()
+    assert lengths(10) == [54, 4]
+    assert not caplog.text
+
+
 def prefixed(logits, text):
     ids = [BYTES.eos_id, *text.encode()]
     log_p = np.asarray(jax.nn.log_softmax(logits(ids[:-1])), np.float64)
@@ -229,6 +261,22 @@ def test_unknown_tasks_and_directories(tasks):
         run_tasks(None, ["nonsense"], task_directory=str(tasks), offline=True)
     with pytest.raises(UserError, match="task directory /nowhere does not exist"):
         run_tasks(None, ["tiny_last"], task_directory="/nowhere", offline=True)
+
+
+@pytest.mark.parametrize(
+    "error", ["ModuleNotFoundError", "AssertionError"]
+)  # what minerva_math raises without sympy, and with another version of antlr4
+def test_packages_that_a_task_lacks_are_one_sentence(tmp_path, error):
+    from mhar_jax.evaluation.harness import HarnessModel, run_tasks
+
+    model = HarnessModel(placed(tiny_model()), BYTES, batch_tokens=256)
+
+    (tmp_path / "x.jsonl").write_text('{"q": "a"}\n')
+    text = task("needy", tmp_path / "x.jsonl", output_type="generate_until", doc_to_text="!function utils.text")
+    (tmp_path / "needy.yaml").write_text(text)
+    (tmp_path / "utils.py").write_text(f'raise {error}("`sympy` and others are required")\n')
+    with pytest.raises(UserError, match=r"needy needs .*extra `eval`: `sympy` and others are required"):
+        run_tasks(model, ["needy"], task_directory=str(tmp_path), offline=True)
 
 
 def test_a_stopped_run_goes_on(tasks, tmp_path):

@@ -106,6 +106,14 @@ def test_sample_sizes():
     assert "200 items: 35.0 % ± 3.4 points" in note
     assert "is noise" in note
     assert "± 0.0" not in size_note(1.0, 20)
+    # Nothing right of ten: the share is the measured one, and only its error is of (0 + 2) / (10 + 4).
+    assert "10 items: 0.0 % ± 11.1 points (standard error with two right and two wrong items added)" in size_note(0, 10)
+    assert "20 items: 100.0 % ± " in size_note(1.0, 20)
+
+
+def test_sums_that_are_not_finite_have_no_interval():
+    found = bootstrap_ratio([1.0, np.nan, 2.0], [1.0, 1.0, 1.0])
+    assert np.isnan([found.value, found.low, found.high]).all()
 
 
 COMPUTE = np.array([1.0, 3.0, 10.0, 40.0])
