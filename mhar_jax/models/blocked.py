@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from mhar_jax.config.schema import ModelConfig
-from mhar_jax.models.routing import axes_of_tokens
+from mhar_jax.models.routing import Reader, axes_of_tokens
 from mhar_jax.models.sites import (
     Site,
     heads_of_site,
@@ -26,7 +26,6 @@ from mhar_jax.models.sites import (
     layers_per_block,
     num_sites,
     num_sublayers,
-    source_labels,
 )
 from mhar_kernels.parts import Part, blocked_implementation, depth_mix, merge, one_source
 
@@ -67,24 +66,22 @@ def can_block(config: ModelConfig, dtype) -> bool:
     )
 
 
-class PassReader:
+class PassReader(Reader):
     """Routes by passes; each site exactly once for each forward pass, which `check` asserts. As `SiteReader`."""
 
     def __init__(self, config: ModelConfig, rows: Sequence[Site]):
         """rows: of all sites."""
-        self.config, self.rows = config, rows
+        super().__init__(config)
+        self.rows = rows
         self.passes = passes(config)
-        self.counts = [len(labels) for labels in source_labels(config)]
         self.parts: dict[int, list[Part]] = {}  # by site, as far as passes have made them
         self.covered = [0] * num_sites(config)  # how many of a site's sources those are
-        self.seen: list[int] = []
 
     def __call__(
         self, site: int, row: Site, sources: Sequence[jax.Array], residual: jax.Array | None = None
     ) -> jax.Array:
         """The site's mix [B, T, D], or residual + gate · mix; [B, T, KV, D] at an attention site of mhar_headwise."""
-        assert len(sources) + (row.null_source is not None) == self.counts[site], (site, len(sources))
-        self.seen.append(site)
+        self.account(site, row, sources)
         self.prepare(site, sources)
         parts = [*self.parts.pop(site, []), *(self._one(site, s) for s in sources[self.covered[site] :])]
         null = None if row.null_source is None else self._one(site, row.null_source)
@@ -108,11 +105,6 @@ class PassReader:
         """
         if site in self.passes:
             self._run(self.passes.pop(site), sources)
-
-    def check(self) -> None:
-        """Every site was read, once."""
-        expected = list(range(num_sites(self.config)))
-        assert sorted(self.seen) == expected, f"routing sites read: {self.seen}, expected each of {expected} once"
 
     def _run(self, one: Pass, sources: Sequence[jax.Array]) -> None:
         for site in one.sites:

@@ -19,21 +19,38 @@ KERNELS = ("pallas_tpu", "triton")  # implementations that the partitioner canno
 Record = Callable[[int, jax.Array], None]  # (site index, weights [sources, B, T, H] float32)
 
 
-class SiteReader:
+class Reader:
+    """What every way of reading sites keeps account of."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        self.counts = [len(labels) for labels in source_labels(config)]
+        self.seen: list[int] = []
+
+    def account(self, site: int, row: Site, sources: Sequence[jax.Array]) -> None:
+        """A site is read, from as many sources as it has."""
+        assert len(sources) + (row.null_source is not None) == self.counts[site], (site, len(sources))
+        self.seen.append(site)
+
+    def check(self) -> None:
+        """Every site was read, once."""
+        expected = list(range(num_sites(self.config)))
+        assert sorted(self.seen) == expected, f"routing sites read: {self.seen}, expected each of {expected} once"
+
+
+class SiteReader(Reader):
     """Routes site by site; each site exactly once for each forward pass, which `check` asserts."""
 
     def __init__(self, config: ModelConfig, record: Record | None = None):
         """`record` is called with every site's depth weights as they are made."""
-        self.config, self.record = config, record
-        self.counts = [len(labels) for labels in source_labels(config)]
-        self.seen: list[int] = []
+        super().__init__(config)
+        self.record = record
 
     def __call__(
         self, site: int, row: Site, sources: Sequence[jax.Array], residual: jax.Array | None = None
     ) -> jax.Array:
         """The site's mix [B, T, D], or residual + gate · mix; [B, T, KV, D] at an attention site of mhar_headwise."""
-        assert len(sources) + (row.null_source is not None) == self.counts[site], (site, len(sources))
-        self.seen.append(site)
+        self.account(site, row, sources)
         if row.query.ndim == 2:
             by_group = jax.vmap(lambda q: self._route(row._replace(query=q), sources, 1, residual))
             out, weights = by_group(row.query)
@@ -55,11 +72,6 @@ class SiteReader:
             return_weights=self.record is not None,
         )
         return result if self.record is not None else (result, None)
-
-    def check(self) -> None:
-        """Every site was read, once."""
-        expected = list(range(num_sites(self.config)))
-        assert sorted(self.seen) == expected, f"routing sites read: {self.seen}, expected each of {expected} once"
 
 
 def kernels_need_shards(implementation: str | None) -> bool:

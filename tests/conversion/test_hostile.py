@@ -318,7 +318,7 @@ def described(tools):
 @pytest.mark.parametrize("value", ["x", [], {"a": [1]}, math.nan, -1, 10**400], ids=repr)
 def test_a_field_of_a_wrong_type_is_named(described, field, value):
     if field == "rope_parameters" and isinstance(value, dict):
-        pytest.skip("the right type")
+        value = [value]  # an object would be the right type
     with pytest.raises(UserError, match=rf"^config.json: {field} must be .*, got ") as refused:
         model_config({**described, field: value})
     assert len(str(refused.value)) < 250
