@@ -59,7 +59,7 @@ def test_wrong_input(implementation, change, message):
         ("triton", {"width": 2**20}, "a lane .* features .* at most 256"),
         ("triton", {"stages": 10**6}, "bytes of shared memory, and a program has at most 232448: fewer stages"),
         ("pallas_tpu", {"rows": 12}, "rows must be a multiple of 8 for float32, got 12"),
-        ("pallas_tpu", {"rows": 2**31}, "MiB of VMEM, more than 100; pass a smaller tile"),
+        ("pallas_tpu", {"rows": 2**31}, "MiB of VMEM, more than 100.0; pass a smaller tile"),
         ("pallas_tpu", {"sweeps": 3}, "'sweeps' must be 1 or 2, got 3"),
     ],
 )
