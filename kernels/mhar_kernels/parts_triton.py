@@ -22,7 +22,7 @@ def forward(call: "Call", sources: tuple[jax.Array, ...], queries: jax.Array) ->
     n, sites = len(sources), queries.shape[0]
     shape = _shape(call, sources, sites, block=sites)
     rows, r = _stacked(call, shape, sources)
-    out, lse = triton_stage_calls.mix(shape, rows, r, *_halves(queries, n, rows.dtype), n, sites, jnp.float32)
+    out, _, lse = triton_stage_calls.mix(shape, rows, r, *_halves(queries, n, rows.dtype), n, sites, jnp.float32)
     lead = sources[0].shape[:-1]
     return out.reshape(sites, *lead, shape.dim), lse.reshape(sites, *lead, shape.num_heads)
 
@@ -53,11 +53,11 @@ def backward(
         by_token(lse),
         cotangents.reshape(sites, shape.tokens, shape.dim),
         by_token(deltas),
-        unused(rows.dtype),
+        unused(jnp.float32),
         0,
         n,
         outputs=[
-            jax.ShapeDtypeStruct((shape.tokens, shape.num_heads, n, shape.padded), rows.dtype),
+            jax.ShapeDtypeStruct((shape.tokens, shape.num_heads, n, shape.padded), jnp.float32),
             jax.ShapeDtypeStruct((n, shape.tokens, shape.dim), jnp.float32),
             jax.ShapeDtypeStruct((n, shape.tokens, shape.num_heads), jnp.float32),
         ],

@@ -46,7 +46,7 @@ class Later(NamedTuple):
 
     cotangents: jax.Array | None  # [N, T, D]
     deltas: jax.Array | None  # float32 [T, H, NP]
-    keys: jax.Array | None  # [T, H, N, NP] in the storage dtype: dl r of each source and site
+    keys: jax.Array | None  # float32 [T, H, N, NP]: dl r of each source and site
 
 
 def supports(dtype, head_dim: int) -> bool:
@@ -75,7 +75,7 @@ def merge(
     """See `schedule.Stages`."""
     shape = Shape.of(plan, source)
     fused = norm is not None and _fuses_norm(source.dtype)
-    partial, partial_lse = outside if outside is not None else (unused(shape.dtype), unused(jnp.float32))
+    partial = outside if outside is not None else map(unused, (jnp.int16, jnp.float32, jnp.float32))
     old = history[3:]
     *buffers, read, rest, mix_rms = call(
         shape,
@@ -84,8 +84,7 @@ def merge(
             source.reshape(shape.tokens, shape.dim),
             history.queries,
             _safe(norm if fused else None),
-            partial,
-            partial_lse,
+            *partial,
             *(unused(o.dtype) if a is None else a for a, o in zip(old, shape.history(plan.keep), strict=True)),
             shape.tokens,
             site,
@@ -108,7 +107,7 @@ def merge(
         },
         (shape.tokens,),
         warps=shape.row_warps,
-        aliases={5 + i: i for i, a in enumerate(old) if a is not None},
+        aliases={6 + i: i for i, a in enumerate(old) if a is not None},
     )
     history = History(*history[:3], *buffers)
     read = read.reshape(source.shape)
@@ -117,12 +116,12 @@ def merge(
     return history, pre_norm.apply(read, norm, plan.norm_eps), Read(rest, mix_rms, read)
 
 
-def mix(plan: Plan, history: History, block: range) -> tuple[jax.Array, jax.Array]:
-    """See `schedule.Stages`: [S, T, D] normalised, and its log-sum-exp [S, T, H]."""
+def mix(plan: Plan, history: History, block: range) -> list[jax.Array]:
+    """See `schedule.Stages`: int16 [S, T, D], normalised; float32 [S, T, H], its unit and its log-sum-exp."""
     assert history.sources is not None
     shape = Shape.of(plan, history.sources[0])
     return triton_stage_calls.mix(
-        shape, history.sources, history.inverse_rms, history.high, history.low, block.start, len(block)
+        shape, history.sources, history.inverse_rms, history.high, history.low, block.start, len(block), jnp.int16
     )
 
 

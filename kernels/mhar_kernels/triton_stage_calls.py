@@ -92,7 +92,7 @@ class Shape(NamedTuple):
         return [
             jax.ShapeDtypeStruct((n, t, self.dim), self.dtype),
             jax.ShapeDtypeStruct((t, h, self.padded), jnp.float32),
-            jax.ShapeDtypeStruct((t, h, n, self.padded), self.dtype),
+            jax.ShapeDtypeStruct((t, h, n, self.padded), jnp.float32),
         ]
 
     def partial(self, dtype: Any = None) -> list[jax.ShapeDtypeStruct]:
@@ -148,24 +148,26 @@ def call(
 
 
 def mix(
-    shape: Shape, sources: Any, inverse_rms: Any, high: Any, low: Any, start: int, sites: int, dtype: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """What the first `start` sources give to `sites` sites from `start` on: [S, T, D] normalised, and lse [S, T, H].
+    shape: Shape, sources: Any, inverse_rms: Any, high: Any, low: Any, start: int, sites: int, dtype: Any
+) -> list[jax.Array]:
+    """What the first `start` sources give to `sites` sites from `start` on, normalised, and its log-sum-exp.
 
-    dtype: of the former; None: the storage dtype.
     sources: [.., T, D]. inverse_rms: float32 [T, NP]. high, low: effective queries [N, D] as two storage numbers.
+    dtype: of the mixes: float32, or int16 (`triton_stage_heads._in_units`).
+
+    Returns: mixes [S, T, D]; units float32 [S, T, H], or unused; log-sum-exp float32 [S, T, H].
     """
     together = shape.together("mix")
-    rows, lse = call(
+    rows, numbers = shape.partial(dtype)
+    return call(
         shape,
         triton_stage_heads.mix_kernel,
         [sources, inverse_rms, high, low, shape.tokens, start, sites],
-        shape.partial(dtype),
+        [rows, numbers if dtype == jnp.int16 else jax.ShapeDtypeStruct((1,), jnp.float32), numbers],
         {**shape.heads(), "SB": together, "STAGES": _STAGES["mix"]},
         (-(-shape.tokens // (16 // together)) * shape.num_heads, -(-sites // together)),
         warps=shape.head_warps,
     )
-    return rows, lse
 
 
 def pull(
@@ -187,23 +189,20 @@ def pull(
 ) -> list[jax.Array]:
     """What the sites from start + count on give to `count` sources from `start` on.
 
-    lse, deltas: float32 [T, H, NP]. cotangents: [.., T, D], of sites from `skipped` on. outputs: keys [T, H, .., NP]
-    (dl r of each source and site), the gradients [S, T, D] short of the term in the source's own direction, and
-    Σ dl l [S, T, H].
+    lse, deltas: float32 [T, H, NP]. cotangents: [.., T, D], of sites from `skipped` on. outputs: float32 keys
+    [T, H, .., NP] (dl r of each source and site), the gradients [S, T, D] short of the term in the source's own
+    direction, and Σ dl l [S, T, H].
     """
     together = shape.together("pull")
     return call(
         shape,
         triton_stage_heads.pull_kernel,
-        [sources, inverse_rms, high, low, lse, cotangents, deltas, keys, shape.tokens, start, count, skipped],
+        [
+            *(sources, inverse_rms, high, low, lse, cotangents, deltas, keys),
+            *(shape.tokens, start, count, shape.depth, skipped, outputs[0].shape[2]),
+        ],
         outputs,
-        {
-            **shape.heads(),
-            "N": shape.depth,
-            "ROWS": outputs[0].shape[2],
-            "SB": together,
-            "STAGES": _STAGES["pull"],
-        },
+        {**shape.heads(), "SB": together, "STAGES": _STAGES["pull"]},
         (-(-shape.tokens // (16 // together)), shape.num_heads, -(-count // together)),
         warps=shape.head_warps,
         aliases=aliases,
@@ -213,7 +212,7 @@ def pull(
 def query(shape: Shape, sources: Any, keys: Any, sites: range) -> jax.Array:
     """The gradient [sites, D] float32 of effective queries: sums over tokens by the kernel, added up in a fixed order.
 
-    sources: [N, T, D]. keys: [T, H, N, NP].
+    sources: [N, T, D]. keys: float32 [T, H, N, NP].
     """
     number = keys.shape[2]
     width = min(128, max(16, power_of_two(len(sites))))  # sites of a program
@@ -226,13 +225,10 @@ def query(shape: Shape, sources: Any, keys: Any, sites: range) -> jax.Array:
     (partial,) = call(
         shape,
         triton_stage_heads.query_kernel,
-        [sources, keys, shape.tokens, chunk],
+        [sources, keys, shape.tokens, number, sites.start, sites.stop, chunk],
         [jax.ShapeDtypeStruct((chunks, len(sites), shape.dim), jnp.float32)],
         {
             **shape.sizes(),
-            "N": number,
-            "FIRST": sites.start,
-            "LAST": sites.stop,
             "MS": width,
             "K1": first,
             "K2": second,

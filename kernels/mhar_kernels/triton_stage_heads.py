@@ -84,6 +84,35 @@ def _add_rows(acc, weights, rows, C: tl.constexpr):
 
 
 @triton.jit
+def _unit(rows, K: tl.constexpr, C: tl.constexpr):
+    """The unit [R] of each row's integers; 0 where over a quarter of its K features would drown beside the largest."""
+    largest = tl.zeros((rows[0].shape[0],), tl.float32)
+    for c in tl.static_range(C):
+        largest = tl.maximum(largest, tl.max(tl.abs(rows[c]), axis=1))
+    near = tl.zeros((rows[0].shape[0],), tl.int32)
+    for c in tl.static_range(C):
+        near += tl.sum((tl.abs(rows[c]) > largest[:, None] / 128).to(tl.int32), axis=1)
+    return tl.where(near * 4 < K * 3, 0.0, tl.maximum(largest, 1e-30) / 32767)
+
+
+@triton.jit
+def _in_units(rows, unit, dtype: tl.constexpr, C: tl.constexpr):
+    """float32 rows as 16-bit integers of their units; where that is 0, the bits of numbers of `dtype`.
+
+    Integers keep 2**-16 of a head's largest number where bfloat16 keeps 2**-9 of each: with a rounded mix, Δ would be
+    off, and what sources have in common would not cancel in the gradients of queries (README.md).
+    """
+    words = ()
+    inverse = 1.0 / tl.where(unit == 0, 1.0, unit)
+    for c in tl.static_range(C):
+        scaled = rows[c] * inverse[:, None]
+        whole = (scaled + tl.where(scaled < 0, -0.5, 0.5)).to(tl.int32).to(tl.int16)
+        bits = rows[c].to(dtype).to(tl.int16, bitcast=True)
+        words = words + (tl.where((unit == 0)[:, None], bits, whole),)
+    return words
+
+
+@triton.jit
 def mix_kernel(
     sources,  # [N, T, D]
     inverse_rms,  # float32 [T, NP]
@@ -92,7 +121,8 @@ def mix_kernel(
     tokens,
     start,  # first site of the block: so many sources lie before it
     sites,  # of the block
-    outside,  # [S, T, D]
+    outside,  # [S, T, D]: float32, or int16 (see `_in_units`)
+    outside_unit,  # float32 [S, T, H], or unused
     outside_lse,  # float32 [S, T, H]
     D: tl.constexpr,
     H: tl.constexpr,
@@ -151,12 +181,17 @@ def mix_kernel(
             ph, pl = _split(tl.where((which == u)[:, None], p, 0.0), v[0][0])
             acc = _add_rows(acc, ph, v[u], C)
             acc = _add_rows(acc, pl, v[u], C)
+    at = (s.to(tl.int64) * tokens + t) * H + h
     out = ()
     for c in tl.static_range(C):
         out = out + (acc[c] / z[:, None],)
+    if outside.dtype.element_ty == tl.int16:
+        unit = _unit(out, K, C)
+        tl.store(outside_unit + at, unit, mask=here)
+        out = _in_units(out, unit, sources.dtype.element_ty, C)
     rows = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
     _store_chunks(rows, here[:, None], out, K, K1, K2, C1, C)
-    tl.store(outside_lse + (s.to(tl.int64) * tokens + t) * H + h, m + tl.log(z), mask=here)
+    tl.store(outside_lse + at, m + tl.log(z), mask=here)
 
 
 @triton.jit
@@ -172,15 +207,15 @@ def pull_kernel(
     tokens,
     start,
     count,  # sources of the block
+    sites,  # N, of the stack
     skipped,
-    keys,  # [T, H, ROWS, NP], in place
+    rows,  # of `keys`
+    keys,  # float32 [T, H, rows, NP], in place
     outside,  # [S, T, D]
     outside_shared,  # float32 [S, T, H]
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
-    N: tl.constexpr,
-    ROWS: tl.constexpr,
     NP: tl.constexpr,
     SB: tl.constexpr,
     K1: tl.constexpr,
@@ -208,9 +243,9 @@ def pull_kernel(
     acc = _zero_chunks(16, K1, K2, C1, C)
     r = tl.load(inverse_rms + t * NP + n, mask=here, other=0.0)[:, None]
     shared = tl.zeros((16,), tl.float32)
-    for i0 in tl.range(start + count, N, 16, num_stages=STAGES):
+    for i0 in tl.range(start + count, sites, 16, num_stages=STAGES):
         i = i0 + j
-        exists = i < N
+        exists = i < sites
         if C > 2:
             v = _load_chunks(source, here[:, None], K, K1, K2, C1, C)
         qh = _load_chunks(high + i[:, None] * D + h * K, exists[:, None], K, K1, K2, C1, C)
@@ -230,27 +265,27 @@ def pull_kernel(
             acc = _add_rows(acc, tl.where((which == u)[:, None], p, 0.0).to(qh[0].dtype), d, C)
         dl = p * (dots - tl.load(deltas + at, mask=both, other=0.0))
         shared += tl.sum(dl * logit, axis=1)
-        key = (dl * r).to(qh[0].dtype)
-        tl.store(keys + ((t * H + h) * ROWS + n)[:, None] * NP + i[None, :], key, mask=both)
-        acc = _add_rows(acc, key, qh, C)
-    rows = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
-    _store_chunks(rows, here[:, None], acc, K, K1, K2, C1, C)
+        key = dl * r
+        tl.store(keys + ((t * H + h) * rows + n)[:, None] * NP + i[None, :], key, mask=both)
+        acc = _add_rows(acc, key.to(qh[0].dtype), qh, C)
+    out = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
+    _store_chunks(out, here[:, None], acc, K, K1, K2, C1, C)
     tl.store(outside_shared + (s.to(tl.int64) * tokens + t) * H + h, shared, mask=here)
 
 
 @triton.jit
 def query_kernel(
     sources,  # [N, T, D]
-    keys,  # [T, H, N, NP]
+    keys,  # float32 [T, H, N, NP]
     tokens,
+    number,  # N
+    begin,  # first of the sites, and
+    end,  # the one behind the last
     chunk,  # tokens a program
-    partial,  # float32 [programs, LAST - FIRST, D]
+    partial,  # float32 [programs, end - begin, D]
     D: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
-    N: tl.constexpr,
-    FIRST: tl.constexpr,
-    LAST: tl.constexpr,
     NP: tl.constexpr,
     MS: tl.constexpr,
     K1: tl.constexpr,
@@ -260,13 +295,13 @@ def query_kernel(
 ):
     """Part of a head, tokens and sites a program: the sum over its tokens and all sources of (dl r) s.
 
-    Sites are those from FIRST to LAST - 1.
+    dl adds up to 0 over sources, so that what they have in common cancels: were dl r rounded to 16 bits, it would not.
     """
     h = tl.program_id(0) // PARTS
     offset = (tl.program_id(0) % PARTS) * (K1 + K2)
     first = tl.program_id(1) * chunk
     count = tl.minimum(chunk, tokens - first)
-    i = FIRST + tl.program_id(2) * MS + tl.arange(0, MS)
+    i = begin + tl.program_id(2) * MS + tl.arange(0, MS)
     j = tl.arange(0, 16)
     stride = tl.cast(tokens, tl.int64) * D
     k1 = offset + tl.arange(0, K1)[None, :]
@@ -274,18 +309,21 @@ def query_kernel(
     acc1 = tl.zeros((MS, K1), tl.float32)
     if K2 > 0:
         acc2 = tl.zeros((MS, K2), tl.float32)
-    STEPS: tl.constexpr = (N + 15) // 16
-    for u in tl.range(0, count * STEPS, num_stages=STAGES):
-        t = (first + u // STEPS).to(tl.int64)
-        n = (u % STEPS) * 16 + j
-        exists = n < N
-        read = exists[:, None] & (i[None, :] >= n[:, None]) & (i[None, :] < LAST)
-        key = tl.trans(tl.load(keys + ((t * H + h) * N + n)[:, None] * NP + i[None, :], mask=read, other=0.0))
+    steps = (number + 15) // 16
+    for u in tl.range(0, count * steps, num_stages=STAGES):
+        t = (first + u // steps).to(tl.int64)
+        n = (u % steps) * 16 + j
+        exists = n < number
+        read = exists[:, None] & (i[None, :] >= n[:, None]) & (i[None, :] < end)
         row = sources + n.to(tl.int64)[:, None] * stride + t * D + h * K
-        acc1 = tl.dot(key, tl.load(row + k1, mask=exists[:, None] & (k1 < K), other=0.0), acc1)
+        v1 = tl.load(row + k1, mask=exists[:, None] & (k1 < K), other=0.0)
+        key = tl.load(keys + ((t * H + h) * number + n)[:, None] * NP + i[None, :], mask=read, other=0.0)
+        high, low = _split(tl.trans(key), v1)
+        acc1 = tl.dot(low, v1, tl.dot(high, v1, acc1))
         if K2 > 0:
-            acc2 = tl.dot(key, tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0), acc2)
-    out = partial + (tl.program_id(1).to(tl.int64) * (LAST - FIRST) + i - FIRST)[:, None] * D + h * K
-    tl.store(out + k1, acc1, mask=(i < LAST)[:, None] & (k1 < K))
+            v2 = tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0)
+            acc2 = tl.dot(low, v2, tl.dot(high, v2, acc2))
+    out = partial + (tl.program_id(1).to(tl.int64) * (end - begin) + i - begin)[:, None] * D + h * K
+    tl.store(out + k1, acc1, mask=(i < end)[:, None] & (k1 < K))
     if K2 > 0:
-        tl.store(out + k2, acc2, mask=(i < LAST)[:, None] & (k2 < K))
+        tl.store(out + k2, acc2, mask=(i < end)[:, None] & (k2 < K))

@@ -40,7 +40,8 @@ def merge_kernel(
     source,  # [T, D]: the source of this site
     queries,  # float32 [N, D]: effective
     scale,  # float32 [D]: of the norm that the mix goes through, or unused
-    outside,  # [S, T, D]: `mix` of the block, or unused
+    outside,  # int16 [S, T, D]: `mix` of the block, or unused; with
+    outside_unit,  # float32 [S, T, H]
     outside_lse,  # float32 [S, T, H]
     unused_sources,
     unused_rms,
@@ -85,9 +86,9 @@ def merge_kernel(
     q = _load_row(queries + site * D, H, K, HB, L, C)
     newest = _load_row(source + t * D, H, K, HB, L, C, source.dtype.element_ty)
     if OUTSIDE:
-        before = tl.load(
-            outside_lse + ((site - start) * tl.cast(tokens, tl.int64) + t) * H + heads, mask=heads < H, other=-1e30
-        )
+        at = ((site - start) * tl.cast(tokens, tl.int64) + t) * H + heads
+        before = tl.load(outside_lse + at, mask=heads < H, other=-1e30)
+        unit = tl.load(outside_unit + at, mask=heads < H, other=0.0)
         part = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C, outside.dtype.element_ty)
     m = tl.full((HB, 1, 1), -1e30, tl.float32)
     z = tl.zeros((HB, 1, 1), tl.float32)
@@ -129,9 +130,12 @@ def merge_kernel(
     if OUTSIDE:
         p = tl.exp(before - top)
         z += p
+        whole = unit != 0  # integers, or numbers of the storage dtype (`triton_stage_heads._in_units`)
+        p *= tl.where(whole, unit, 1.0)
         more = ()
         for c in tl.static_range(C):
-            more = more + (acc[c] + part[c].to(tl.float32) * p,)
+            near = part[c].to(read.dtype.element_ty, bitcast=True).to(tl.float32)
+            more = more + (acc[c] + tl.where(whole, part[c].to(tl.float32), near) * p,)
         acc = more
     m = top
     exact = ()
@@ -184,7 +188,7 @@ def finish_kernel(
     stop,  # of the block
     cotangents,  # [N, T, D], in place: of mixes
     deltas,  # float32 [T, H, NP], in place
-    keys,  # [T, H, N, NP], in place: dl r of each source and site
+    keys,  # float32 [T, H, N, NP], in place: dl r of each source and site
     d_source,  # [T, D]
     D: tl.constexpr,
     H: tl.constexpr,
@@ -247,7 +251,7 @@ def finish_kernel(
     tl.store(deltas + at + site, delta, mask=exists)
     p = tl.exp(own_logit - own_lse)
     dl = tl.where(exists, p * (_dot_rows(d_out, v, HB, L, C) - delta), 0.0)
-    tl.store(key_row + site, (dl * r).to(keys.dtype.element_ty), mask=exists)
+    tl.store(key_row + site, dl * r, mask=exists)
     shared += dl * own_logit
     more = ()
     for c in tl.static_range(C):
@@ -260,7 +264,7 @@ def finish_kernel(
         p = tl.exp(logit - tl.load(lse + at + i, mask=exists, other=0.0))
         delta = tl.load(deltas + at + i, mask=exists, other=0.0)
         dl = tl.where(exists, p * (_dot_rows(row, v, HB, L, C) - delta), 0.0)
-        tl.store(key_row + i, (dl * r).to(keys.dtype.element_ty), mask=exists)
+        tl.store(key_row + i, dl * r, mask=exists)
         shared += dl * logit
         more = ()
         for c in tl.static_range(C):
