@@ -98,6 +98,12 @@ class PassReader(Reader):
 
         return finish(parts, null, row.gate, residual)
 
+    def spans(self) -> list[range]:
+        """Runs of sublayers whose sites share a pass that serves no others: the depth blocks, where there are any."""
+        starts = sorted(self.passes) if self.config.variant in ("block_mhar", "delta_block") else [0]
+        ends = [*starts[1:], num_sublayers(self.config)]
+        return [range(a, b) for a, b in zip(starts, ends, strict=True) if a < b]
+
     def prepare(self, site: int, sources: Sequence[jax.Array]) -> None:
         """Makes the pass of a site that comes up; where sites are read inside `jax.checkpoint`, this belongs before it.
 

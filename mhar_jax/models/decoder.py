@@ -17,7 +17,7 @@ from mhar_jax.models.embedding import embed
 from mhar_jax.models.flows import make_flow
 from mhar_jax.models.initialise import Initializer
 from mhar_jax.models.loss import LossSums, cross_entropy
-from mhar_jax.models.remat import remat_layer, remat_sublayer
+from mhar_jax.models.remat import between_layers, remat_block, remat_layer, remat_sublayer
 from mhar_jax.models.rotary import rotary_tables
 from mhar_jax.models.routing import Record, SiteReader, axes_of_tokens
 from mhar_jax.models.score import score_chunks
@@ -318,14 +318,26 @@ class Decoder(nnx.Module):
 
             return remat_layer(remat, layer)
 
+        def run_block(state, sublayers_of: range, block_params, block_rows):
+            for first in sublayers_of[::2]:
+                pair = slice(first - sublayers_of.start, first - sublayers_of.start + 2)
+                if isinstance(reader, PassReader):
+                    reader.prepare(first, flow.sources(state))
+                before, outputs = state, run_layer(first)(state, block_params[pair], block_rows[pair])
+                for offset, y in enumerate(outputs):
+                    state = flow.write(state, first + offset, block_rows[pair][offset], y)
+                if remat == "layer":
+                    state = between_layers(before, state)
+            return state
+
         state = flow.start(x)
-        for first in range(0, len(sublayers), 2):
-            pair = slice(first, first + 2)
-            if isinstance(reader, PassReader):
-                reader.prepare(first, flow.sources(state))
-            outputs = run_layer(first)(state, params[pair], rows[pair])
-            for offset, y in enumerate(outputs):
-                state = flow.write(state, first + offset, rows[first + offset], y)
+        spans = reader.spans() if isinstance(reader, PassReader) else [range(len(sublayers))]
+        for span in spans:
+            block = functools.partial(run_block, sublayers_of=span)
+            if remat == "layer" and len(spans) > 1:
+                block = remat_block(block)
+            own = slice(span.start, span.stop)
+            state = block(state, block_params=params[own], block_rows=rows[own])
         x = flow.finish(state, rows[-1], reader)
         reader.check()
         return x

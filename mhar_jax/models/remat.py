@@ -1,8 +1,10 @@
 """What the backward pass computes again instead of keeping, by name. It changes memory and time, never values."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 
 def remat_sublayer(name: str, function: Callable) -> Callable:
@@ -25,3 +27,21 @@ def remat_sublayer(name: str, function: Callable) -> Callable:
 def remat_layer(name: str, function: Callable) -> Callable:
     """A whole layer, with its depth routing: under "layer" only the state that enters it is kept."""
     return jax.checkpoint(function) if name == "layer" else function
+
+
+_BETWEEN_LAYERS = "state_between_layers"
+
+
+def remat_block(function: Callable) -> Callable:
+    """The layers of a depth block, each under `remat_layer`, with the passes over sources that serve them.
+
+    What passes make, float32 mixes for all of the block's sites, is made again when the block's gradients are; of the
+    layers only the state that enters each is kept, as without this.
+    """
+    return jax.checkpoint(function, policy=jax.checkpoint_policies.save_only_these_names(_BETWEEN_LAYERS))
+
+
+def between_layers(before: Any, after: Any) -> Any:
+    """The state after a layer, with what the layer changed of it marked to be kept."""
+    known = {id(leaf) for leaf in jax.tree.leaves(before)}
+    return jax.tree.map(lambda leaf: leaf if id(leaf) in known else checkpoint_name(leaf, _BETWEEN_LAYERS), after)

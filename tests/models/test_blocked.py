@@ -54,3 +54,16 @@ def test_equals_site_by_site(variant, monkeypatch):
     # Both in float32, summed in another order: a few roundings of the gradients' size.
     for a, b in zip(jax.tree.leaves(pure(grads)), jax.tree.leaves(pure(by_site)), strict=True):
         assert relative(a, b) <= 1e-5 or np.abs(b).max() < 1e-7
+
+
+@pytest.mark.parametrize("variant", ["block_mhar", "delta_block"])
+def test_layer_remat_keeps_no_parts(variant, capsys):
+    """Of a block's float32 mixes, sources times sites of them, the backward pass makes its own."""
+    graph, state = nnx.split(build(tiny(variant, num_layers=4, num_blocks=2, remat="layer", compute_dtype="bfloat16")))
+    jax.ad_checkpoint.print_saved_residuals(lambda state: mean_loss(graph, state, TOKENS)[0], state)
+    row = "[2,12,32]"  # B, T, D
+    kept = [line for line in capsys.readouterr().out.splitlines() if row in line]
+    assert any("state_between_layers" in line for line in kept), kept
+    wide = [line for line in kept if line.startswith("f32") and "rms_norm" not in line]  # the final norm's own
+    running = 2 if variant == "block_mhar" else 0  # a block's sum between its two layers
+    assert len(wide) == running, wide
