@@ -70,6 +70,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         _metric("TFLOP/s", "tflops", "{:.1f}"),
         _metric("MFU", "mfu", "{:.3f}"),
         *_COST,
+        _metric("error", "error", "{:.1e}"),
         _metric("throughput ratio", "ratio", "{:.3f}"),
         Column("95 %", lambda r: _interval(r.metrics.get("ratio_interval"))),
     ),

@@ -1,5 +1,6 @@
 """A candidate that is wrong is shown as wrong and gets no time; one that is right does."""
 
+import jax
 import planted  # registers its candidates
 import pytest
 
@@ -8,9 +9,11 @@ from mhar_jax.bench import candidates, check, measure, report
 from mhar_jax.bench.measure_model import measure_model
 from mhar_jax.bench.measure_site import measure_site
 from mhar_jax.bench.shapes import ModelShape, SiteShape
+from mhar_jax.models import decoder
 
 SETTINGS = measure.Settings(samples=10, threads=1, copy=1.0)
 SITE = SiteShape(3, 32, 4, 24)
+decoder_stack = decoder.depth_stack
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +112,38 @@ def test_one_token_of_many():
         assert row.metrics["errors"]["out"] < 4e-3
         assert row.metrics["errors"]["tokens among each other"] == pytest.approx(0.1, rel=0.1)
         break
+
+
+def ignoring(function):
+    """A stack whose queries are lost on the way in (`zeros_like`) or on the way back (`stop_gradient`)."""
+    return lambda sublayers, params, x, queries, *rest, implementation, **more: decoder_stack(
+        sublayers,
+        params,
+        x,
+        function(queries) if implementation == "xla" else queries,
+        *rest,
+        implementation=implementation,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("lost", "loss_is_off"),
+    [(jax.numpy.zeros_like, True), (jax.lax.stop_gradient, False)],
+    ids=["ignored", "no gradient"],
+)
+def test_training_with_a_backend_that_ignores_queries(lost, loss_is_off, monkeypatch, tmp_path, capsys):
+    """Queries start at zero, so that its first loss is right, and nothing is there to compare it with."""
+    monkeypatch.setattr(decoder, "depth_stack", ignoring(lost))
+    options = ["--implementations=xla", "--variants=mhar", "--steps=1", "--windows=1", "--set=model.num_layers=1"]
+    assert bench.main(["training", *options, f"--out={tmp_path}"]) == 1
+    assert "WRONG" in capsys.readouterr().out
+    (row,) = report.load(tmp_path / "training.json").rows
+    assert (row.status, row.samples_ms, row.metrics.get("median_ms")) == ("wrong", [], None)
+    assert "d_query is off by" in row.reason
+    errors = row.metrics["errors"]
+    assert errors["d_query"] == pytest.approx(1, abs=1e-6)
+    assert (errors["loss"] > 1e-3, errors["loss"] < 1e-6) == (loss_is_off, not loss_is_off)
 
 
 def test_on_the_command_line(tmp_path, capsys):
