@@ -16,6 +16,7 @@ import numpy as np
 from mhar_jax.bench import exact
 
 DISTINCT = 16  # tokens that are repeated
+_SMALL = 2**26  # bytes that are compared on the host
 
 # ||a - b|| / ||b||. A site rounds its result once: 1.7e-3 in bfloat16, 2.1e-4 in float16, which is what all backends
 # show, and some may round an intermediate once more. float32 is within 3e-7, but for queries that make large logits.
@@ -52,18 +53,20 @@ class Repeats(NamedTuple):
         """[..., T, D], or a sequence of [T, D], with its first P tokens repeated."""
         if isinstance(array, list | tuple):
             return type(array)(self.spread(a) for a in array)
-        return jnp.take(array, self.index, axis=-2)
+        return jnp.asarray(_near(array)[..., self.index, :])
 
     def rows(self, array: Any) -> np.ndarray:
         """float64 of [..., T, D] where each of the P tokens stands first: [..., P, D]. A sequence is stacked."""
         if isinstance(array, list | tuple):
             return np.stack([self.rows(a) for a in array])
-        return np.asarray(array[..., self.first, :]).astype(np.float64)
+        return np.asarray(_near(array)[..., self.first, :]).astype(np.float64)
 
     def distance(self, array: Any) -> float:
         """Of any token from the one that it repeats, as a share of its norm; of several rows a token, together."""
         rows = tuple(array) if isinstance(array, list | tuple) else (array,)
-        return float(_distance(rows, self.first[self.index]))
+        if sum(a.nbytes for a in rows) > _SMALL:
+            return float(_distance_on_device(rows, self.first[self.index]))
+        return float(_distance(np, [np.asarray(a) for a in rows], self.first[self.index]))
 
 
 class Answer(NamedTuple):
@@ -129,13 +132,21 @@ def _repeated(given: Mapping[str, Any], d_out: jax.Array) -> tuple[Repeats, Arra
     return repeats, arrays, d_out, wide, repeats.rows(d_out)
 
 
-@jax.jit
-def _distance(rows: tuple[jax.Array, ...], same: jax.Array) -> jax.Array:
-    norm = lambda of: jnp.sqrt(sum(jnp.sum(a * a, axis=tuple(i for i in range(a.ndim) if i != a.ndim - 2)) for a in of))
-    wide = [a.astype(jnp.float32) for a in rows]
-    there = [jnp.take(a, same, axis=-2) for a in wide]
+def _near(array: Any) -> Any:
+    """On the host if it is small: there nothing is compiled."""
+    return np.asarray(array) if array.nbytes <= _SMALL else array
+
+
+def _distance(xp: Any, rows: Sequence[Any], same: np.ndarray) -> Any:
+    """`Repeats.distance` of arrays [..., T, D] in NumPy or jax.numpy, float32; token t should be as token same[t]."""
+    wide = [a.astype(xp.float32) for a in rows]
+    there = [a[..., same, :] for a in wide]
+    norm = lambda of: xp.sqrt(sum((a * a).sum(axis=-1).reshape(-1, len(same)).sum(axis=0) for a in of))
     size = norm(there)
-    return jnp.max(norm([a - b for a, b in zip(wide, there, strict=True)]) / jnp.maximum(size, 1e-3 * jnp.mean(size)))
+    return xp.max(norm([a - b for a, b in zip(wide, there, strict=True)]) / xp.maximum(size, 1e-3 * xp.mean(size)))
+
+
+_distance_on_device = jax.jit(lambda rows, same: _distance(jnp, rows, same))
 
 
 def _error(found: np.ndarray, right: np.ndarray, least: float) -> float:

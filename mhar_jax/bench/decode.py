@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--variants", default="additive,mhar", help=f"the first is the baseline; of {', '.join(VARIANTS)}")
     p.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of depth_route; None: the best for the device")
     p.add_argument("--set", metavar="F=V", action="append", default=[], help="override of a config field, repeatable")
-    p.add_argument("--batches", help="batch sizes of decode; None: 1,64, on a CPU 1,4")
+    p.add_argument("--batches", help="batch sizes of decode; None: 1,64, on a CPU 2")
     p.add_argument("--prefill", help="batch and length of prefill; None: 8x1024, on a CPU 2x16")
     p.add_argument("--prompt", metavar="INT", type=int, help="tokens cached before decode; None: 512, on a CPU 16")
     p.add_argument("--steps", metavar="INT", type=int, help="tokens decoded in one timing; None: 128, on a CPU 4")
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
 
     cpu = jax.default_backend() == "cpu"
     common.at_least("repeats", options.repeats, 1 if cpu else 10)  # there, times mean nothing
-    batches = common.integers(options.batches or ("1,4" if cpu else "1,64"), "batches")
+    batches = common.integers(options.batches or ("2" if cpu else "1,64"), "batches")
     prefill = options.prefill or ("2x16" if cpu else "8x1024")
     try:
         rows, length = (int(part) for part in prefill.split("x"))

@@ -12,7 +12,9 @@ import jax
 from mhar_jax.errors import one_line
 
 SAMPLES = 12
-_SAMPLE_SECONDS = 0.03  # least device time of one sample, so that the clock and the last wait do not count
+# Least device time of one sample, so that the clock and the last wait do not count; on a CPU, whose times are of no
+# interest, not for long.
+_SAMPLE_SECONDS, _CPU_SAMPLE_SECONDS = 0.03, 0.003
 _MOST_RUNS = 64  # queued in one sample
 
 
@@ -70,7 +72,7 @@ def time_in_turns[Key](
     runs: Mapping[Key, Callable[[], Any]],
     calls: Mapping[Key, int],
     samples: int = SAMPLES,
-    seconds: float = _SAMPLE_SECONDS,
+    seconds: float | None = None,
 ) -> dict[Key, list[float] | Exception]:
     """Milliseconds a call, `samples` times for each program, in turns so that a slow moment hits all of them.
 
@@ -80,6 +82,8 @@ def time_in_turns[Key](
       samples: of each.
       seconds: least length of a sample; a run that takes longer is a sample by itself.
     """
+    if seconds is None:
+        seconds = _CPU_SAMPLE_SECONDS if jax.default_backend() == "cpu" else _SAMPLE_SECONDS
     found: dict[Key, list[float] | Exception] = {}
     repeats: dict[Key, int] = {}
     for name, run in runs.items():
@@ -115,10 +119,9 @@ def copy_bandwidth() -> float:
     """TB/s of reading one large array of random bits and writing another: the better of two ways to copy."""
     platform = jax.default_backend()
     numbers = {"cpu": 2**22, "tpu": 2**28}.get(platform, 2**30)
-    seconds = 0.003 if platform == "cpu" else _SAMPLE_SECONDS
     x = jax.random.bits(jax.random.key(0), (numbers,), "uint32")
     programs = {"copy": jax.jit(jax.numpy.copy), "flip": jax.jit(lambda x: x ^ 1)}
-    times = time_in_turns({k: partial(f, x) for k, f in programs.items()}, dict.fromkeys(programs, 1), seconds=seconds)
+    times = time_in_turns({k: partial(f, x) for k, f in programs.items()}, dict.fromkeys(programs, 1))
     best = min(statistics.median(t) for t in times.values() if isinstance(t, list))
     return 2 * x.nbytes / best / 1e9
 
