@@ -16,7 +16,7 @@ import numpy as np
 from mhar_jax.bench import exact
 
 DISTINCT = 16  # tokens that are repeated
-_SMALL = 2**26  # bytes that are compared on the host
+_SMALL = 2**25  # bytes that are compared on the host
 
 # ||a - b|| / ||b||. A site rounds its result once: 1.7e-3 in bfloat16, 2.1e-4 in float16, which is what all backends
 # show, and some may round an intermediate once more. float32 is within 3e-7, but for queries that make large logits.
@@ -38,22 +38,22 @@ _LEAST_OF_SITES = 0.1  # a site's gradient is measured against at least this sha
 class Repeats(NamedTuple):
     """The first P tokens, repeated all over."""
 
-    index: np.ndarray  # [T], which of the P stands there; in no order, so that no tile sees a pattern
+    which: np.ndarray  # [T], which of the P stands there; in no order, so that no tile sees a pattern
     first: np.ndarray  # [P], where each stands first
     counts: np.ndarray  # [P], how often
 
     @classmethod
     def of(cls, tokens: int) -> "Repeats":
         """Of so many tokens; all different where they are few."""
-        index = np.random.default_rng(tokens).permutation(np.arange(tokens) % min(tokens, DISTINCT))
-        _, first, counts = np.unique(index, return_index=True, return_counts=True)
-        return cls(index, first, counts)
+        which = np.random.default_rng(tokens).permutation(np.arange(tokens) % min(tokens, DISTINCT))
+        _, first, counts = np.unique(which, return_index=True, return_counts=True)
+        return cls(which, first, counts)
 
     def spread(self, array: Any) -> Any:
         """[..., T, D], or a sequence of [T, D], with its first P tokens repeated."""
         if isinstance(array, list | tuple):
             return type(array)(self.spread(a) for a in array)
-        return jnp.asarray(_near(array)[..., self.index, :])
+        return jnp.asarray(_near(array)[..., self.which, :])
 
     def rows(self, array: Any) -> np.ndarray:
         """float64 of [..., T, D] where each of the P tokens stands first: [..., P, D]. A sequence is stacked."""
@@ -65,8 +65,8 @@ class Repeats(NamedTuple):
         """Of any token from the one that it repeats, as a share of its norm; of several rows a token, together."""
         rows = tuple(array) if isinstance(array, list | tuple) else (array,)
         if sum(a.nbytes for a in rows) > _SMALL:
-            return float(_distance_on_device(rows, self.first[self.index]))
-        return float(_distance(np, [np.asarray(a) for a in rows], self.first[self.index]))
+            return float(_distance_on_device(rows, self.first[self.which]))
+        return float(_distance(np, [np.asarray(a) for a in rows], self.first[self.which]))
 
 
 class Answer(NamedTuple):

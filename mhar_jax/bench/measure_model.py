@@ -30,6 +30,11 @@ def adding(sites: int) -> tuple[int, ...]:
 
 def measure_model(name: str, shape: ModelShape, runs: Sequence[Run], settings: Settings) -> list[Row]:
     """A row for each run and pass."""
+    return measure(model_jobs(name, shape, runs, settings), settings)
+
+
+def model_jobs(name: str, shape: ModelShape, runs: Sequence[Run], settings: Settings) -> list[Job]:
+    """The same, to be measured beside others, so that all are compiled side by side."""
     arrays, d_out = _delta_arrays(shape) if shape.delta else _stack_arrays(shape)
     if shape.delta:
         answer = check.delta_answer(arrays, shape.reads, d_out, shape.heads)
@@ -68,7 +73,7 @@ def measure_model(name: str, shape: ModelShape, runs: Sequence[Run], settings: S
                 more=partial(_more, shape, arrays, d_out, settings.profile and not candidate.interpreted),
             )
             jobs.append(job)
-    return measure(jobs, settings)
+    return jobs
 
 
 def _more(shape: ModelShape, arrays: Any, d_out: jax.Array, profile: bool, program: Any) -> dict[str, Any]:

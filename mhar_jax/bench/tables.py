@@ -117,7 +117,9 @@ def show(report: Report) -> None:
 
 def after(report: Report) -> list[str]:
     """What stands below the table."""
-    found = []
+    seconds = report.environment.get("wall_seconds", {})  # results of before have none
+    parts = ", ".join(f"{name} {value:g}" for name, value in seconds.items())
+    found = [f"wall seconds of the command: {parts}"] if parts else []
     for row in report.rows:
         if row.status != "ok":
             found.append(f"{row.status}: {name_of(row)}: {row.reason}")

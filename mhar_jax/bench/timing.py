@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,31 +32,33 @@ def compile_all[Key](
     """Compiles what each job lowers; what a job or the compiler raised stands in its place.
 
     Args:
-      jobs: name -> a function that returns `jax.jit(f).lower(...)`. Lowered one after another.
+      jobs: name -> a function that returns `jax.jit(f).lower(...)`. Lowered one after another, while those before
+        are being compiled.
       threads: programs compiled at once.
       untimed: those whose speed is of no interest: on a CPU they are compiled in half the time.
     """
     quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
-    found: dict[Key, Compiled | Exception] = {}
-    lowered: dict[Key, tuple[Any, float]] = {}
-    for name, job in jobs.items():
-        begin = time.perf_counter()
-        try:
-            lowered[name] = (job(), time.perf_counter() - begin)
-        except Exception as error:  # reported in the candidate's row
-            found[name] = error
 
-    def compile_one(name: Key) -> Compiled | Exception:
+    def compile_one(name: Key, lowered: Any, seconds: float) -> Compiled | Exception:
         begin = time.perf_counter()
         try:
-            program = lowered[name][0].compile(compiler_options=quick if name in untimed else None)
+            program = lowered.compile(compiler_options=quick if name in untimed else None)
         except Exception as error:  # a compiler that runs out of memory or registers is a result too
             return error
-        return Compiled(program, lowered[name][1] + time.perf_counter() - begin, peak_bytes(program))
+        return Compiled(program, seconds + time.perf_counter() - begin, peak_bytes(program))
 
+    found: dict[Key, Compiled | Exception] = {}
+    compiling: dict[Key, Future[Compiled | Exception]] = {}
     with ThreadPoolExecutor(threads) as pool:
-        found.update(zip(lowered, pool.map(compile_one, lowered), strict=True))
-    return found
+        for name, job in jobs.items():
+            begin = time.perf_counter()
+            try:
+                lowered = job()
+            except Exception as error:  # reported in the candidate's row
+                found[name] = error
+                continue
+            compiling[name] = pool.submit(compile_one, name, lowered, time.perf_counter() - begin)
+        return found | {name: future.result() for name, future in compiling.items()}
 
 
 def peak_bytes(program: Any) -> int:

@@ -40,24 +40,25 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--set", metavar="F=V", action="append", default=[], help="override of a config field, repeatable")
     p.add_argument("--steps", metavar="INT", type=int, help="steps a window; None: 8, on a CPU 1")
     p.add_argument("--windows", metavar="INT", type=int, default=10, help="windows of each, after one to warm up")
-    p.add_argument("--threads", metavar="INT", type=int, default=1, help="programs compiled at once")
+    p.add_argument("--threads", metavar="INT", type=int, default=4, help="programs compiled at once")
     common.add_common(p)
     return p
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand."""
+def main(arguments: Sequence[str], begun: float) -> int:
+    """Runs the subcommand, begun at that reading of `time.monotonic`."""
     options = make_parser().parse_args(list(arguments))
-    return common.finish(run(options, ["training", *arguments]), options.out)
+    clock = common.Clock(begun)
+    report = run(options, ["training", *arguments], clock)
+    return common.finish(report, options.out, {"training": clock.seconds()})
 
 
-def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock | None = None) -> Report:
+def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock) -> Report:
     """Times everything that the options ask for.
 
     Raises:
       UserError: an option cannot be used.
     """
-    clock = clock or common.Clock()
     variants = common.names(options.variants, "variants", VARIANTS)
     implementations = common.names(options.implementations, "implementations", ("best", *IMPLEMENTATIONS))
     common.at_least("threads", options.threads, 1)
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
         if clock.over():
             notes.append(f"left out for want of time: {preset}")
             continue
-        print(f"{preset}: {', '.join(v + (f' ({i})' if i else '') for v, i in pairs)}", flush=True)
+        clock.say(f"{preset}: {', '.join(v + (f' ({i})' if i else '') for v, i in pairs)}")
         rows += _measure(
             preset, by_pair, options.steps or (1 if cpu else 8), options.windows, options.threads, options.set
         )

@@ -21,6 +21,7 @@ def rows_of(path, kind: str) -> list[report.Row]:
     saved = report.load(path / f"{kind}.json")
     assert saved.notes[0] == report.CPU_NOTE
     assert saved.environment["command"][:4] == ["python", "-m", "mhar_jax.bench", kind]
+    assert saved.environment["wall_seconds"][kind] > 0
     assert saved.environment["git"] is None or len(saved.environment["git"]["revision"]) == 40
     assert (path / f"{kind}.md").read_text().count("\n|") == len(saved.rows) + 2
     return saved.rows
@@ -109,6 +110,10 @@ def test_all_leaves_out_what_there_is_no_time_for(tmp_path):
         assert saved.rows == []
         assert any("for want of time" in note for note in saved.notes)
         assert saved.environment["command"][3] == "all"
+        seconds = saved.environment["wall_seconds"]
+        assert list(seconds) == ["routing", "training", "decode", "all"]
+        assert 0 <= max(seconds[part] for part in ("routing", "training", "decode")) <= seconds["all"] < 120
+        assert f"all {seconds['all']:g}" in (tmp_path / f"{kind}.md").read_text()
 
 
 def test_slow_compiles_are_left_out_on_gpus():
@@ -178,6 +183,6 @@ import mhar_jax.inference, mhar_jax.models.counting, mhar_jax.training.step
 
 def test_names_and_clock():
     assert common.names("a, b", "x") == ["a", "b"]
-    assert not common.Clock().over()
-    assert common.Clock(0.0).over()
+    assert not common.Clock(0.0).over()
+    assert common.Clock(0.0, 0.0).over()
     assert json.loads(json.dumps(report.environment(["routing"], "abc")))["git"]["revision"] == "abc"

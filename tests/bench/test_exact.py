@@ -93,7 +93,7 @@ def test_repeats(tokens):
     repeats = Repeats.of(tokens)
     (x,) = draw((2, tokens, 3))
     spread = repeats.spread(x)
-    np.testing.assert_allclose(spread, x[:, repeats.index], rtol=1e-6)
+    np.testing.assert_allclose(spread, x[:, repeats.which], rtol=1e-6)
     np.testing.assert_allclose(repeats.rows(spread), x[:, : min(tokens, 16)], rtol=1e-6)
     assert repeats.counts.sum() == tokens
     assert repeats.counts.max() - repeats.counts.min() <= 1
