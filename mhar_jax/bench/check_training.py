@@ -15,13 +15,14 @@ import numpy as np
 
 from mhar_jax.config.schema import Config
 
-LAYERS, VOCABULARY, TOKENS = 3, 256, 32
+LAYERS, VOCABULARY, TOKENS = 3, 256, 128
 
 # Of losses, as a share: means over few tokens of numbers near 6, in 16 bits seen up to 1.1e-3 off.
 LOSS_TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 1e-4}
 # ||a - b|| / ||b|| of all sites' gradients of a kind. The whole model is in 16 bits where the other is in 32: plain jnp
-# is within 7e-2 in bfloat16 at two layers, and each layer adds to it. What ignores a parameter is off by 1.
-GRADIENT_TOLERANCE = {"bfloat16": 0.2, "float16": 0.05, "float32": 0.02}
+# is within 5e-2 in bfloat16 and 1e-5 in float32, where GPUs may take matrix products in TF32. What ignores a parameter
+# is off by 1.
+GRADIENT_TOLERANCE = {"bfloat16": 0.15, "float16": 0.05, "float32": 0.02}
 
 Result = tuple[Any, Mapping[str, Any]]  # loss, gradients of routing parameters
 
@@ -31,12 +32,13 @@ def small(config: Config, devices: int) -> Config:
     model = dataclasses.replace(
         config.model, num_layers=min(LAYERS, config.model.num_layers), vocab_size=VOCABULARY, ffn_dim=128
     )
-    return dataclasses.replace(config, model=model, batch_size=devices, seq_len=TOKENS)
+    return dataclasses.replace(config, model=model, batch_size=devices, seq_len=min(TOKENS, config.seq_len))
 
 
 def exact(config: Config) -> Config:
     """The same small model by the definition."""
-    changes: dict[str, Any] = {"routing_implementation": "reference", "compute_dtype": "float32", "remat": "none"}
+    changes: dict[str, Any] = {"routing_implementation": "reference", "attention_implementation": "xla"}
+    changes |= {"compute_dtype": "float32", "remat": "none"}
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **changes))
 
 
@@ -81,8 +83,8 @@ def arguments(config: Config) -> tuple[Any, Any, Any]:
             routing[name] = 0.5 + np.abs(draw(s, 0.2))
         elif name == "null_source":
             routing[name] = draw(s, 1.0)
-        else:  # logits of size 2, as heads of that width make them
-            routing[name] = draw(s, 2 * math.sqrt(config.model.heads_of_depth) * scale)
+        else:  # logits of size 1; twice that takes what 16 bits do to gradients from 0.05 to 0.16 (mhar_headwise)
+            routing[name] = draw(s, math.sqrt(config.model.heads_of_depth) * scale)
     tokens = rng.integers(0, VOCABULARY, (config.batch_size, config.seq_len + 1), np.int32)
     return routing, rest, tokens
 
