@@ -15,7 +15,6 @@ from mhar_jax.bench.report import Row
 from mhar_jax.bench.shapes import ModelShape
 
 Run = tuple[Candidate, int | None]  # sites a block, or None for site by site
-_ADDING = 4  # sublayers that are not the identity
 _DIFFERENTIATED = ("x", "queries", "gates", "nulls", "deltas")
 
 
@@ -23,9 +22,10 @@ def adding(sites: int) -> tuple[int, ...]:
     """The sublayers that add a vector of their own to their input, first and last among them; the others return it.
 
     Were all the identity, all sources would be equal, and a backend that reads half of them would be right. Each of
-    these few writes a source anew: 2 rows a token, which no count of bytes holds.
+    these few, 3 of 24 and 5 of 72, writes a source anew: 2 rows a token, which no count of bytes holds.
     """
-    return tuple(sorted({round(k * (sites - 2) / (_ADDING - 1)) for k in range(_ADDING)})) if sites > 1 else ()
+    count = min(2 + sites // 24, sites - 1)
+    return tuple(sorted({round(k * (sites - 2) / max(1, count - 1)) for k in range(count)}))
 
 
 def measure_model(name: str, shape: ModelShape, runs: Sequence[Run], settings: Settings) -> list[Row]:
