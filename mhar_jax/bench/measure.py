@@ -42,7 +42,8 @@ def measure(jobs: Sequence[Job], settings: Settings) -> list[Row]:
     """A row for each job; those whose results are wrong, or that cannot be compiled or run, get no time."""
     to_compile: dict[Any, Callable[[], Any]] = {("one", i): job.lower for i, job in enumerate(jobs)}
     to_compile |= {("many", i): job.lower_many for i, job in enumerate(jobs) if job.lower_many is not job.lower}
-    compiled = timing.compile_all(to_compile, settings.threads)
+    interpreted = [key for key in to_compile if jobs[key[1]].candidate.interpreted]
+    compiled = timing.compile_all(to_compile, settings.threads, interpreted)
 
     rows: dict[int, Row] = {}
     right: dict[int, tuple[timing.Compiled, Any, dict[str, float]]] = {}
