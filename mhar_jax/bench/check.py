@@ -23,16 +23,17 @@ _SMALL = 2**25  # bytes that are compared on the host
 SITE_TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4, "float32": 5e-5}
 # A chain of sites rounds at each of them, and later weights depend on what was rounded; but each mix is a mean of many
 # sources, and their rounding averages out: at 73 sites of width 1280 plain jnp by blocks is within 2.4e-3 (the mix),
-# 2.1e-3 (d_x) and 4.8e-3 (d_queries), and no site's query is off by more than 1.5e-2 of its gradient. Triton kernels
-# (25 sites of width 128, interpreted), whose partial sums pass between them in 16 bits: 2.9e-3, 3.8e-3, 8.2e-3, 3.3e-2.
+# 2.1e-3 (d_x) and 4.8e-3 (d_queries), and no site's query is off by more than 1.5e-2. Triton kernels (interpreted; 25
+# sites of width 512, 73 of 128 and 256), whose partial sums pass between them in 16 bits: 3.1e-3, 4.0e-3, 1.4e-2, 4e-2.
+# The stream of a delta model, rounded at each site, is within 6.1e-3 (64 sites; 16 of width 64).
 MODEL_TOLERANCE = {"bfloat16": 1.5e-2, "float16": 2e-3, "float32": 5e-5}
-_TIMES_FOR_QUERIES, _TIMES_AT_ONE_SITE = 2.0, 6.0
+_TIMES_FOR_QUERIES, _TIMES_AT_ONE_SITE = 2.0, 8.0
 _OTHER_TOKENS, _AT_ONE_SITE = "tokens among each other", "at one site"
 
 Arrays = dict[str, Any]
 _WITH_TOKENS = ("sources", "residual", "x", "deltas")  # the other arrays are parameters
 _OF_SITES = ("queries", "nulls", "gates")  # [sites, ...]
-_LEAST_OF_SITES = 0.1  # a site's gradient is measured against at least this share of what a site's is in the mean
+_LEAST_OF_SITES = 0.25  # a site's gradient is measured against at least this share of what a site's is in the mean
 
 
 class Repeats(NamedTuple):
