@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+import time
 from collections.abc import Sequence
 
 from mhar_jax.errors import UserError, command
@@ -31,6 +32,7 @@ _MODULES = {
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a subcommand: 0, 1 where a row is wrong or failed, 2 for wrong input."""
+    begun = time.monotonic()  # before anything large is imported
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
         print(USAGE)
@@ -38,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = given
     if name not in _MODULES:
         raise UserError(f"the first argument must be of {', '.join(_MODULES)}, got {name!r}")
-    return importlib.import_module(f"mhar_jax.bench.{_MODULES[name]}").main(rest)
+    return importlib.import_module(f"mhar_jax.bench.{_MODULES[name]}").main(rest, begun)
 
 
 if __name__ == "__main__":

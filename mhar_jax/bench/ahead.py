@@ -41,13 +41,15 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand: 1 if a step does not fit."""
+def main(arguments: Sequence[str], begun: float) -> int:
+    """Runs the subcommand, begun at that reading of `time.monotonic`: 1 if a step does not fit."""
     options = make_parser().parse_args(list(arguments))
-    return common.finish(run(options, ["compile", *arguments]), options.out)
+    clock = common.Clock(begun)
+    report = run(options, ["compile", *arguments], clock)
+    return common.finish(report, options.out, {"compile": clock.seconds()})
 
 
-def run(options: argparse.Namespace, command: Sequence[str]) -> Report:
+def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock) -> Report:
     """Compiles everything that the options ask for.
 
     Raises:
@@ -61,7 +63,7 @@ def run(options: argparse.Namespace, command: Sequence[str]) -> Report:
     rows = []
     for topology, chip in chips.items():
         for preset in presets:
-            print(f"{preset} on {topology}", flush=True)
+            clock.say(f"{preset} on {topology}")
             rows.append(_compile(preset, topology, chip, options.set))
     return Report("compile", found, rows, [NOTE])
 

@@ -1,10 +1,11 @@
 """What the subcommands share: options, and what is done with a result."""
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mhar_jax.bench import report as reports
@@ -14,13 +15,22 @@ from mhar_jax.platforms import prefer_present_hardware
 
 @dataclass(frozen=True)
 class Clock:
-    """When to begin nothing new. None: never."""
+    """Since when a command runs, and when it is to begin nothing new; readings of `time.monotonic`."""
 
-    deadline: float | None = None  # of time.monotonic()
+    begun: float
+    deadline: float | None = None  # None: never
+
+    def seconds(self) -> float:
+        """Since then."""
+        return round(time.monotonic() - self.begun, 1)
 
     def over(self) -> bool:
-        """Whether it is that late."""
+        """Whether it is too late to begin."""
         return self.deadline is not None and time.monotonic() > self.deadline
+
+    def say(self, text: str) -> None:
+        """What begins now, and when that is."""
+        print(f"{self.seconds():6.1f} s  {text}", flush=True)
 
 
 def add_common(p: argparse.ArgumentParser) -> None:
@@ -81,10 +91,17 @@ def start() -> list[str]:
     return notes
 
 
-def finish(report: reports.Report, out: str | None) -> int:
-    """Prints the table and the notes, writes the files. 1 if a row is wrong or failed, else 0."""
+def finish(report: reports.Report, out: str | None, wall_seconds: Mapping[str, float]) -> int:
+    """Prints the table and the notes, writes the files. 1 if a row is wrong or failed, else 0.
+
+    Args:
+      report: of one part.
+      out: a folder, or None for no files.
+      wall_seconds: of the part, and of all before it or around it.
+    """
     from mhar_jax.bench import figures, tables
 
+    report = dataclasses.replace(report, environment={**report.environment, "wall_seconds": dict(wall_seconds)})
     tables.show(report)
     if out:
         folder = pathlib.Path(out)

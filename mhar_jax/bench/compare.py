@@ -17,8 +17,8 @@ from mhar_jax.errors import UserError
 _HARDWARE = ("device", "platform", "device_count")
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand."""
+def main(arguments: Sequence[str], begun: float) -> int:
+    """Runs the subcommand; nothing is timed."""
     p = parser("bench compare", "Time of B over time of A for every row that both have, with 95 % bootstrap intervals.")
     p.add_argument("first", metavar="A.json", help="a result of this command")
     p.add_argument("second", metavar="B.json", help="another of the same kind")

@@ -9,7 +9,7 @@ from mhar_jax.errors import UserError, one_line
 # The paper's micro-batches (sequences a device), by preset.
 MICRO_BATCHES = {"mhar_100m": 8, "mhar_350m": 4, "mhar_1b": 2}
 # Of `tiny`, where no preset is named on a CPU: small enough for a minute.
-SMALL_MODEL = ["model.num_layers=2", "model.d_model=64", "model.ffn_dim=128", "model.vocab_size=256"]
+SMALL_MODEL = ["model.num_layers=1", "model.d_model=64", "model.ffn_dim=128", "model.vocab_size=256"]
 
 
 def with_variant(model: ModelConfig, variant: Any, implementation: Any = None) -> ModelConfig:

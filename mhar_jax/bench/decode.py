@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from mhar_jax.bench import common, timing
@@ -29,40 +30,43 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--variants", default="additive,mhar", help=f"the first is the baseline; of {', '.join(VARIANTS)}")
     p.add_argument("--implementation", choices=IMPLEMENTATIONS, help="of depth_route; None: the best for the device")
     p.add_argument("--set", metavar="F=V", action="append", default=[], help="override of a config field, repeatable")
-    p.add_argument("--batches", help="batch sizes of decode; None: 1,64, on a CPU 1,4")
+    p.add_argument("--batches", help="batch sizes of decode; None: 1,64, on a CPU 2")
     p.add_argument("--prefill", help="batch and length of prefill; None: 8x1024, on a CPU 2x16")
     p.add_argument("--prompt", metavar="INT", type=int, help="tokens cached before decode; None: 512, on a CPU 16")
     p.add_argument("--steps", metavar="INT", type=int, help="tokens decoded in one timing; None: 128, on a CPU 4")
     p.add_argument("--repeats", metavar="INT", type=int, default=10, help="timings of each")
+    p.add_argument("--threads", metavar="INT", type=int, default=4, help="variants compiled at once")
     p.add_argument("--profile", metavar="DIR", help="trace one timing of each into this directory")
     common.add_common(p)
     return p
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand."""
+def main(arguments: Sequence[str], begun: float) -> int:
+    """Runs the subcommand, begun at that reading of `time.monotonic`."""
     options = make_parser().parse_args(list(arguments))
-    return common.finish(run(options, ["decode", *arguments]), options.out)
+    clock = common.Clock(begun)
+    report = run(options, ["decode", *arguments], clock)
+    return common.finish(report, options.out, {"decode": clock.seconds()})
 
 
-def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock | None = None) -> Report:
+def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock) -> Report:
     """Times everything that the options ask for.
 
     Raises:
       UserError: an option cannot be used.
     """
-    clock = clock or common.Clock()
     variants = common.names(options.variants, "variants", VARIANTS)
     for option in ("prompt", "steps"):
         if getattr(options, option) is not None:
             common.at_least(option, getattr(options, option), 1)
+    common.at_least("threads", options.threads, 1)
     notes = common.start()
-    environment_now = environment(command, options.revision)
+    environment_now = {**environment(command, options.revision), "compile_threads": options.threads}
     import jax
 
     cpu = jax.default_backend() == "cpu"
     common.at_least("repeats", options.repeats, 1 if cpu else 10)  # there, times mean nothing
-    batches = common.integers(options.batches or ("1,4" if cpu else "1,64"), "batches")
+    batches = common.integers(options.batches or ("2" if cpu else "1,64"), "batches")
     prefill = options.prefill or ("2x16" if cpu else "8x1024")
     try:
         rows, length = (int(part) for part in prefill.split("x"))
@@ -84,18 +88,18 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
         if clock.over():
             notes.append(f"left out for want of time: {kind} of batch {batch}")
             continue
-        print(f"{preset}: {kind}, batch {batch}", flush=True)
+        clock.say(f"{preset}: {kind}, batch {batch}")
         common_part = {"preset": preset, "kind": kind, "batch": batch, "tokens": tokens}
         common_part |= {"steps": steps} if kind == "decode" else {}
         common_part |= common.overrides(options.set)
         of = {v: {**common_part, "variant": v, "implementation": named[v]} for v in variants}
-        found += _measure(of, models, steps, options.repeats, options.profile)
+        found += _measure(of, models, steps, options)
         gc.collect()
     return Report("decode", environment_now, found, notes)
 
 
 def _measure(
-    of: dict[str, dict[str, Any]], models: dict[str, "_Placed"], steps: int, repeats: int, profile: str | None
+    of: dict[str, dict[str, Any]], models: dict[str, "_Placed"], steps: int, options: argparse.Namespace
 ) -> list[Row]:
     """A row a variant: milliseconds of a prefill, or of a decoded token."""
     import jax
@@ -104,18 +108,26 @@ def _measure(
     runs: dict[str, Callable[[], Any]] = {}
     first_run: dict[str, float] = {}
     kind = next(iter(of.values()))["kind"]
-    for variant, named in of.items():
-        begin = time.perf_counter()
+
+    def prepare(variant: str) -> tuple[Callable[[], Any], float] | Exception:
+        begin, named = time.perf_counter(), of[variant]
         try:
             run = models[variant].prepare(kind, named["batch"], named["tokens"], steps)
             jax.block_until_ready(run())
         except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-            status: Status = "unsupported" if isinstance(error, NotImplementedError) else "failed"
-            rows[variant] = refused(named, status, timing.sentence(error))
-            continue
-        first_run[variant], runs[variant] = time.perf_counter() - begin, run
+            return error
+        return run, time.perf_counter() - begin
+
+    with ThreadPoolExecutor(options.threads) as pool:
+        prepared = dict(zip(of, pool.map(prepare, of), strict=True))
+    for variant, found in prepared.items():
+        if isinstance(found, Exception):
+            status: Status = "unsupported" if isinstance(found, NotImplementedError) else "failed"
+            rows[variant] = refused(of[variant], status, timing.sentence(found))
+        else:
+            runs[variant], first_run[variant] = found
     per = 1 if kind == "prefill" else steps
-    times = timing.time_in_turns(runs, dict.fromkeys(runs, per), repeats)
+    times = timing.time_in_turns(runs, dict.fromkeys(runs, per), options.repeats)
     baseline = times.get(next(iter(of)))
     for variant in runs:
         samples = times[variant]
@@ -130,8 +142,8 @@ def _measure(
             ratio=None if ratio is None else ratio.value,
             ratio_interval=None if ratio is None or ratio.low != ratio.low else [ratio.low, ratio.high],
         )
-        if profile:
-            with jax.profiler.trace(f"{profile}/{kind}-{of[variant]['batch']}-{variant}"):
+        if options.profile:
+            with jax.profiler.trace(f"{options.profile}/{kind}-{of[variant]['batch']}-{variant}"):
                 jax.block_until_ready(runs[variant]())
     return [rows[variant] for variant in of]
 

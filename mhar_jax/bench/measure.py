@@ -40,14 +40,16 @@ class Job:
 
 def measure(jobs: Sequence[Job], settings: Settings) -> list[Row]:
     """A row for each job; those whose results are wrong, or that cannot be compiled or run, get no time."""
-    ones = timing.compile_all({i: job.lower for i, job in enumerate(jobs)}, settings.threads)
-    several = {i: job.lower_many for i, job in enumerate(jobs) if job.lower_many is not job.lower}
-    manys = ones | timing.compile_all(several, settings.threads)
+    to_compile: dict[Any, Callable[[], Any]] = {("one", i): job.lower for i, job in enumerate(jobs)}
+    to_compile |= {("many", i): job.lower_many for i, job in enumerate(jobs) if job.lower_many is not job.lower}
+    interpreted = [key for key in to_compile if jobs[key[1]].candidate.interpreted]
+    compiled = timing.compile_all(to_compile, settings.threads, interpreted)
 
     rows: dict[int, Row] = {}
     right: dict[int, tuple[timing.Compiled, Any, dict[str, float]]] = {}
     for i, job in enumerate(jobs):
-        one, many = ones[i], manys[i]
+        one = compiled["one", i]
+        many = compiled.get(("many", i), one)
         if isinstance(one, Exception) or isinstance(many, Exception):
             rows[i] = _refusal(job.of, one if isinstance(one, Exception) else many)
             continue

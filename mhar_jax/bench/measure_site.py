@@ -1,6 +1,6 @@
 """One routing site: several calls on different inputs in one program, so that neither cache nor launches count."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -28,6 +28,8 @@ def measure_site(
       layout: "stacked" or "separate" sources.
     """
     inputs, cotangents = _inputs(shape, layout, _calls(shape))
+    ends = sorted({0, len(inputs) - 1})
+    answers = {i: check.site_answer(inputs[i], cotangents[i], shape.heads) for i in ends}
     jobs = []
     for candidate in candidates:
         calls = 1 if candidate.interpreted else len(inputs)
@@ -43,7 +45,7 @@ def measure_site(
                 lower_many=one if calls == 1 else partial(lower, *arrays),
                 calls=calls,
                 run=partial(_run, arrays),
-                errors=partial(_errors, shape, *arrays),
+                errors=partial(_errors, answers, *arrays),
                 tolerance=partial(check.site_tolerance, shape.dtype),
                 bytes_moved=traffic.site_bytes(shape, which),
                 flops=traffic.routing_flops((shape.sources,), shape.dim, shape.tokens, which),
@@ -120,14 +122,12 @@ def _lower(candidate: Candidate, shape: SiteShape, which: traffic.Pass, inputs: 
     return (forward if which == "forward" else both).lower(inputs, cotangents)
 
 
-def _errors(shape: SiteShape, inputs: Any, cotangents: Any, program: Any) -> dict[str, float]:
+def _errors(answers: Mapping[int, check.Answer], inputs: Any, cotangents: Any, program: Any) -> dict[str, float]:
     """Of the program that is timed: the worst of its first and its last call."""
-    tokens = check.some_tokens(shape.tokens)
-    masked = [check.only_at(tokens, d) for d in cotangents]
-    results = program(inputs, masked)
+    ends = {i: answer for i, answer in answers.items() if i < len(inputs)}
+    arrays = [ends[i].arrays if i in ends else given for i, given in enumerate(inputs)]
+    results = program(arrays, [ends[i].d_out if i in ends else given for i, given in enumerate(cotangents)])
     found: dict[str, float] = {}
-    for i in {0, len(inputs) - 1}:
-        out, grads = results[i]
-        errors = check.site_errors(inputs[i], shape.heads, tokens, out, masked[i], grads)
-        found = {k: check.larger(e, found.get(k, 0.0)) for k, e in errors.items()}
+    for i, answer in ends.items():
+        found = {k: check.larger(e, found.get(k, 0.0)) for k, e in answer.errors(*results[i]).items()}
     return found

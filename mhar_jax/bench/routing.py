@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--implementations",
         metavar="NAMES",
-        help="None: xla and the platform's kernels; on a CPU all at single sites, xla for models",
+        help="None: xla and the platform's kernels; on a CPU all at the first single site, xla elsewhere",
     )
     p.add_argument("--module", metavar="NAME", help="Python module to import first; it may register candidates")
     words = "stacked, separate: sources of a single site as one array or many; site_by_site, blocked: a whole model"
@@ -49,19 +49,20 @@ def make_parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand."""
+def main(arguments: Sequence[str], begun: float) -> int:
+    """Runs the subcommand, begun at that reading of `time.monotonic`."""
     options = make_parser().parse_args(list(arguments))
-    return common.finish(run(options, ["routing", *arguments]), options.out)
+    clock = common.Clock(begun)
+    report = run(options, ["routing", *arguments], clock)
+    return common.finish(report, options.out, {"routing": clock.seconds()})
 
 
-def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock | None = None) -> Report:
+def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock) -> Report:
     """Times everything that the options ask for.
 
     Raises:
       UserError: an option cannot be used.
     """
-    clock = clock or common.Clock()
     common.at_least("samples", options.samples, 10)
     common.at_least("threads", options.threads, 1)
     layouts = common.names(options.layouts, "layouts", LAYOUTS)
@@ -78,8 +79,8 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     import jax
 
     from mhar_jax.bench import candidates
-    from mhar_jax.bench.measure import Settings
-    from mhar_jax.bench.measure_model import measure_model
+    from mhar_jax.bench.measure import Job, Settings, measure
+    from mhar_jax.bench.measure_model import model_jobs
     from mhar_jax.bench.measure_site import measure_site
     from mhar_jax.bench.timing import copy_bandwidth
 
@@ -95,12 +96,13 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     sites = _sites(options, presets, sources)
     copy = copy_bandwidth()
     settings = Settings(options.samples, options.threads, copy, options.profile)
-    print(f"copy {copy:.3f} TB/s", flush=True)
+    clock.say(f"copy {copy:.3f} TB/s")
 
     rows: list[Row] = []
     models = {name: replace(p.model, dtype=options.dtype) for name, p in presets.items()}
 
     def measure_models(layout: str) -> None:
+        jobs: list[Job] = []
         for name, model in models.items():
             every = options.implementations is not None
             runs, left_out = model_runs(name, model, chosen, layout, blocks, platform, options.slow_compiles, every)
@@ -108,19 +110,23 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
             if runs and clock.over():
                 notes.append(f"left out for want of time: all sites of {name}, {layout}")
             elif runs:
-                print(f"{name}: all {model.sites} sites, {layout}", flush=True)
-                rows.extend(measure_model(name, model, runs, settings))
+                clock.say(f"{name}: all {model.sites} sites, {layout}")
+                jobs += model_jobs(name, model, runs, settings)
+        rows.extend(measure(jobs, settings))
 
     # What compiles longest, and says least, comes last: a deadline leaves it out.
     if "blocked" in layouts:
         measure_models("blocked")
-    for name, site in sites:
+    for i, (name, site) in enumerate(sites):
+        # An interpreter takes seconds for times that mean nothing: once shows that it runs.
+        all_of = i == 0 or options.implementations is not None
+        those = [c for c in chosen if all_of or not c.interpreted]
         for layout in (x for x in layouts if x in ("stacked", "separate")):
             if clock.over():
                 notes.append(f"left out for want of time: {site.sources} sources of {name}, {layout}")
                 continue
-            print(f"{name}: {site.sources} sources, D {site.dim}, {layout}", flush=True)
-            rows += measure_site(name, site, layout, chosen, settings)
+            clock.say(f"{name}: {site.sources} sources, D {site.dim}, {layout}")
+            rows += measure_site(name, site, layout, those, settings)
     if "site_by_site" in layouts:
         measure_models("site_by_site")
     order = list(presets)

@@ -78,7 +78,7 @@ def _replacement(sites: int, dim: int, heads: int, tokens: int) -> ModelShape:
 PRESETS = {
     "tiny": Preset((2, 4), 16, _replacement(3, 128, 4, 16)),
     "100m": Preset((9, 25), 8192, _replacement(25, 512, 4, 16_384)),
-    "350m": Preset((9, 25, 49), 8192, _replacement(49, 1024, 8, 4096)),
+    "350m": Preset((9, 49), 8192, _replacement(49, 1024, 8, 4096)),
     "1b": Preset((9, 25, 49, 73), 8192, _replacement(73, 1280, 8, 2048)),
     "8b-delta": Preset((9,), 8192, ModelShape(tuple(b for b in range(1, 9) for _ in range(8)), 4096, 8, 8192, True)),
 }

@@ -70,6 +70,7 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         _metric("TFLOP/s", "tflops", "{:.1f}"),
         _metric("MFU", "mfu", "{:.3f}"),
         *_COST,
+        _metric("error", "error", "{:.1e}"),
         _metric("throughput ratio", "ratio", "{:.3f}"),
         Column("95 %", lambda r: _interval(r.metrics.get("ratio_interval"))),
     ),
@@ -116,7 +117,9 @@ def show(report: Report) -> None:
 
 def after(report: Report) -> list[str]:
     """What stands below the table."""
-    found = []
+    seconds = report.environment.get("wall_seconds", {})  # results of before have none
+    parts = ", ".join(f"{name} {value:g}" for name, value in seconds.items())
+    found = [f"wall seconds of the command: {parts}"] if parts else []
     for row in report.rows:
         if row.status != "ok":
             found.append(f"{row.status}: {name_of(row)}: {row.reason}")

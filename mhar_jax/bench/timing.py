@@ -2,8 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,7 +12,9 @@ import jax
 from mhar_jax.errors import one_line
 
 SAMPLES = 12
-_SAMPLE_SECONDS = 0.03  # least device time of one sample, so that the clock and the last wait do not count
+# Least device time of one sample, so that the clock and the last wait do not count; on a CPU, whose times are of no
+# interest, not for long.
+_SAMPLE_SECONDS, _CPU_SAMPLE_SECONDS = 0.03, 0.003
 _MOST_RUNS = 64  # queued in one sample
 
 
@@ -24,33 +26,39 @@ class Compiled(NamedTuple):
     peak_bytes: int  # arguments, results and temporaries that exist at once
 
 
-def compile_all[Key](jobs: Mapping[Key, Callable[[], Any]], threads: int = 1) -> dict[Key, "Compiled | Exception"]:
+def compile_all[Key](
+    jobs: Mapping[Key, Callable[[], Any]], threads: int = 1, untimed: Collection[Key] = ()
+) -> dict[Key, "Compiled | Exception"]:
     """Compiles what each job lowers; what a job or the compiler raised stands in its place.
 
     Args:
-      jobs: name -> a function that returns `jax.jit(f).lower(...)`. Lowered one after another.
+      jobs: name -> a function that returns `jax.jit(f).lower(...)`. Lowered one after another, while those before
+        are being compiled.
       threads: programs compiled at once.
+      untimed: those whose speed is of no interest: on a CPU they are compiled in half the time.
     """
-    found: dict[Key, Compiled | Exception] = {}
-    lowered: dict[Key, tuple[Any, float]] = {}
-    for name, job in jobs.items():
-        begin = time.perf_counter()
-        try:
-            lowered[name] = (job(), time.perf_counter() - begin)
-        except Exception as error:  # reported in the candidate's row
-            found[name] = error
+    quick = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 
-    def compile_one(item: tuple[Any, float]) -> Compiled | Exception:
+    def compile_one(name: Key, lowered: Any, seconds: float) -> Compiled | Exception:
         begin = time.perf_counter()
         try:
-            program = item[0].compile()
+            program = lowered.compile(compiler_options=quick if name in untimed else None)
         except Exception as error:  # a compiler that runs out of memory or registers is a result too
             return error
-        return Compiled(program, item[1] + time.perf_counter() - begin, peak_bytes(program))
+        return Compiled(program, seconds + time.perf_counter() - begin, peak_bytes(program))
 
+    found: dict[Key, Compiled | Exception] = {}
+    compiling: dict[Key, Future[Compiled | Exception]] = {}
     with ThreadPoolExecutor(threads) as pool:
-        found.update(zip(lowered, pool.map(compile_one, lowered.values()), strict=True))
-    return found
+        for name, job in jobs.items():
+            begin = time.perf_counter()
+            try:
+                lowered = job()
+            except Exception as error:  # reported in the candidate's row
+                found[name] = error
+                continue
+            compiling[name] = pool.submit(compile_one, name, lowered, time.perf_counter() - begin)
+        return found | {name: future.result() for name, future in compiling.items()}
 
 
 def peak_bytes(program: Any) -> int:
@@ -66,7 +74,7 @@ def time_in_turns[Key](
     runs: Mapping[Key, Callable[[], Any]],
     calls: Mapping[Key, int],
     samples: int = SAMPLES,
-    seconds: float = _SAMPLE_SECONDS,
+    seconds: float | None = None,
 ) -> dict[Key, list[float] | Exception]:
     """Milliseconds a call, `samples` times for each program, in turns so that a slow moment hits all of them.
 
@@ -76,6 +84,8 @@ def time_in_turns[Key](
       samples: of each.
       seconds: least length of a sample; a run that takes longer is a sample by itself.
     """
+    if seconds is None:
+        seconds = _CPU_SAMPLE_SECONDS if jax.default_backend() == "cpu" else _SAMPLE_SECONDS
     found: dict[Key, list[float] | Exception] = {}
     repeats: dict[Key, int] = {}
     for name, run in runs.items():
@@ -111,10 +121,9 @@ def copy_bandwidth() -> float:
     """TB/s of reading one large array of random bits and writing another: the better of two ways to copy."""
     platform = jax.default_backend()
     numbers = {"cpu": 2**22, "tpu": 2**28}.get(platform, 2**30)
-    seconds = 0.003 if platform == "cpu" else _SAMPLE_SECONDS
     x = jax.random.bits(jax.random.key(0), (numbers,), "uint32")
     programs = {"copy": jax.jit(jax.numpy.copy), "flip": jax.jit(lambda x: x ^ 1)}
-    times = time_in_turns({k: partial(f, x) for k, f in programs.items()}, dict.fromkeys(programs, 1), seconds=seconds)
+    times = time_in_turns({k: partial(f, x) for k, f in programs.items()}, dict.fromkeys(programs, 1))
     best = min(statistics.median(t) for t in times.values() if isinstance(t, list))
     return 2 * x.nbytes / best / 1e9
 

@@ -1,7 +1,8 @@
 """python -m mhar_jax.bench training: what a train step costs, variant beside variant, implementation beside another.
 
 All take the same micro-batch of random tokens, without accumulation, in turns: windows of several steps each, so that a
-slow moment of the machine hits all of them. The first variant is the baseline.
+slow moment of the machine hits all of them. The first variant is the baseline. Routing is held against the definition
+first (`check_training.py`).
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from mhar_jax.bench import common, timing
+from mhar_jax.bench import check, check_training, common, timing
 from mhar_jax.bench.configs import MICRO_BATCHES, SMALL_MODEL, with_variant
 from mhar_jax.bench.intervals import ratio_of_medians
 from mhar_jax.bench.report import Report, Row, Status, environment, refused, timed
@@ -39,24 +40,25 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--set", metavar="F=V", action="append", default=[], help="override of a config field, repeatable")
     p.add_argument("--steps", metavar="INT", type=int, help="steps a window; None: 8, on a CPU 1")
     p.add_argument("--windows", metavar="INT", type=int, default=10, help="windows of each, after one to warm up")
-    p.add_argument("--threads", metavar="INT", type=int, default=1, help="programs compiled at once")
+    p.add_argument("--threads", metavar="INT", type=int, default=4, help="programs compiled at once")
     common.add_common(p)
     return p
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Runs the subcommand."""
+def main(arguments: Sequence[str], begun: float) -> int:
+    """Runs the subcommand, begun at that reading of `time.monotonic`."""
     options = make_parser().parse_args(list(arguments))
-    return common.finish(run(options, ["training", *arguments]), options.out)
+    clock = common.Clock(begun)
+    report = run(options, ["training", *arguments], clock)
+    return common.finish(report, options.out, {"training": clock.seconds()})
 
 
-def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock | None = None) -> Report:
+def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock) -> Report:
     """Times everything that the options ask for.
 
     Raises:
       UserError: an option cannot be used.
     """
-    clock = clock or common.Clock()
     variants = common.names(options.variants, "variants", VARIANTS)
     implementations = common.names(options.implementations, "implementations", ("best", *IMPLEMENTATIONS))
     common.at_least("threads", options.threads, 1)
@@ -77,7 +79,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
         if clock.over():
             notes.append(f"left out for want of time: {preset}")
             continue
-        print(f"{preset}: {', '.join(v + (f' ({i})' if i else '') for v, i in pairs)}", flush=True)
+        clock.say(f"{preset}: {', '.join(v + (f' ({i})' if i else '') for v, i in pairs)}")
         rows += _measure(
             preset, by_pair, options.steps or (1 if cpu else 8), options.windows, options.threads, options.set
         )
@@ -114,13 +116,15 @@ def _measure(
     from mhar_jax.training.step import make_trainer
 
     trainers = {pair: make_trainer(config, make_mesh(config.mesh)) for pair, config in configs.items()}
+    routing = _RoutingCheck(configs)
     jobs = {pair: partial(t.step.lower, t.shapes, t.batch) for pair, t in trainers.items()}
-    compiled = timing.compile_all(jobs, threads)
+    compiled = timing.compile_all({**routing.jobs, **jobs}, threads, routing.jobs)
     rows: dict[Pair, Row] = {}
     programs: dict[Pair, timing.Compiled] = {}
     states: dict[Pair, Any] = {}
     batches: dict[Pair, list[jax.Array]] = {}
     losses: dict[Pair, float] = {}
+    errors: dict[Pair, dict[str, float]] = {}
     of: dict[Pair, dict[str, Any]] = {}
     for pair, config in configs.items():
         variant, implementation = pair
@@ -130,12 +134,17 @@ def _measure(
         try:
             if isinstance(program, Exception):
                 raise program
+            if variant in ROUTED_VARIANTS:
+                errors[pair], problem = routing.errors(pair, compiled)
+                if problem is not None:
+                    rows[pair] = refused(of[pair], "wrong", problem, errors=errors[pair])
+                    continue
             shape, vocabulary = trainer.batch.shape, config.model.vocab_size or 0
             tokens = np.random.default_rng(0).integers(0, vocabulary, (4, *shape), np.int32)
             batches[pair] = [jax.device_put(t, trainer.batch.sharding) for t in tokens]
             state, metrics = program.program(trainer.init(), batches[pair][0])
             losses[pair] = float(metrics["loss"])
-        except (jax.errors.JaxRuntimeError, UnsupportedInputError) as error:
+        except Exception as error:  # one program's mistake must not end the others' run
             status: Status = "unsupported" if isinstance(error, UnsupportedInputError) else "failed"
             rows[pair] = refused(of[pair], status, timing.sentence(error))
             continue
@@ -157,8 +166,42 @@ def _measure(
     first = next(iter(configs))
     for pair in states:
         baseline = samples.get(first)
-        rows[pair] = _row(of[pair], configs[pair], samples[pair], baseline, programs[pair], losses[pair])
+        more: dict[str, Any] = {"first_loss": losses[pair]}
+        if pair in errors:
+            more |= {"error": check.worst(errors[pair]), "errors": errors[pair]}
+        rows[pair] = _row(of[pair], configs[pair], samples[pair], baseline, programs[pair], more)
     return [rows[pair] for pair in configs]
+
+
+class _RoutingCheck:
+    """Small models whose routing is held against the definition before anything is timed."""
+
+    def __init__(self, configs: dict[Pair, Config]):
+        import jax
+
+        self._small = {
+            pair: check_training.small(config, jax.device_count())
+            for pair, config in configs.items()
+            if pair[0] in ROUTED_VARIANTS
+        }
+        self.jobs: dict[Any, Any] = {}
+        for pair, config in self._small.items():
+            self.jobs["small", pair] = check_training.lower(config)
+            self.jobs["exact", pair[0]] = check_training.lower(check_training.exact(config))
+
+    def errors(self, pair: Pair, compiled: dict[Any, Any]) -> tuple[dict[str, float], str | None]:
+        """Of one of them; and why that is wrong."""
+        import jax
+
+        config = self._small[pair]
+        results = []
+        for key in (("small", pair), ("exact", pair[0])):
+            program = compiled[key]
+            if isinstance(program, Exception):
+                raise program
+            results.append(jax.device_get(program.program(*check_training.arguments(config))))
+        errors = check_training.errors(*results)
+        return errors, check.complaint(errors, partial(check_training.tolerance, config.model.compute_dtype))
 
 
 def _problem(pair: Pair, losses: dict[Pair, float]) -> str | None:
@@ -178,7 +221,7 @@ def _row(
     samples: list[float],
     baseline: list[float] | None,
     program: timing.Compiled,
-    loss: float,
+    more: dict[str, Any],
 ) -> Row:
     import jax
 
@@ -198,7 +241,7 @@ def _row(
         mfu=None if peak is None else flops / ms * 1e3 / peak,
         peak_bytes=program.peak_bytes,
         compile_s=program.seconds,
-        first_loss=loss,
         ratio=None if ratio is None else ratio.value,
         ratio_interval=None if ratio is None or ratio.low != ratio.low else [ratio.low, ratio.high],
+        **more,
     )

@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 
-from mhar_jax.bench.candidates import Candidate, register
+from mhar_jax.bench.candidates import Candidate, register, site_by_site
 from mhar_kernels import UnsupportedInputError, depth_route
+
+FEW = 3  # sources up to which the lazy ones are right
 
 
 def without_norm(sources, query, *, num_heads, **rest):
@@ -43,5 +45,36 @@ def broken(sources, query, **rest):
     return query["nothing"]
 
 
-for function in (without_norm, wrong_query_gradient, one_token_off, nowhere, broken):
+def right(sources, query, *, num_heads, **rest):
+    return depth_route(list(sources), query, num_heads=num_heads, implementation="xla", **rest)
+
+
+def lazy_route(sources, query, **rest):
+    """Right for few sources; of more, those after the first few are ignored."""
+    return right(sources[:FEW], query, **rest)
+
+
+def last_two(sources, query, **rest):
+    """Right for few sources; of more, the mean of the last two."""
+    return right(sources, query, **rest) if len(sources) <= FEW else (sources[-1] + sources[-2]) / 2
+
+
+def deaf_route(sources, query, **rest):
+    """Right values; from some site on, no gradient for the query."""
+    return right(sources, query if len(sources) <= FEW else jax.lax.stop_gradient(query), **rest)
+
+
+def stack_of(route):
+    """A schedule of its own for whole models, as wrong as its op; of single sites, it has the right one."""
+    candidate = Candidate("inner", route)
+
+    def stack(sublayers, params, x, queries, *, num_heads, block_size):
+        return site_by_site(candidate, sublayers, params, x, queries, num_heads=num_heads)
+
+    return stack
+
+
+for function in (last_two, deaf_route):
+    register(Candidate(f"stack_{function.__name__}", right, stack_of(function)))
+for function in (lazy_route, without_norm, wrong_query_gradient, one_token_off, nowhere, broken):
     register(Candidate(function.__name__, function))

@@ -21,6 +21,7 @@ def rows_of(path, kind: str) -> list[report.Row]:
     saved = report.load(path / f"{kind}.json")
     assert saved.notes[0] == report.CPU_NOTE
     assert saved.environment["command"][:4] == ["python", "-m", "mhar_jax.bench", kind]
+    assert saved.environment["wall_seconds"][kind] > 0
     assert saved.environment["git"] is None or len(saved.environment["git"]["revision"]) == 40
     assert (path / f"{kind}.md").read_text().count("\n|") == len(saved.rows) + 2
     return saved.rows
@@ -61,6 +62,9 @@ def test_training(tmp_path):
         assert m["tokens_per_s"] == pytest.approx(8 * 32 / m["median_ms"] * 1e3)
         assert m["mfu"] is None  # nobody knows what this processor could do
         assert len(row.samples_ms) == 3
+    assert "errors" not in rows[0].metrics
+    assert rows[1].metrics["errors"].keys() == {"loss", "d_query", "d_norm_scale"}
+    assert 0 < rows[1].metrics["error"] < 1e-3  # this model is float32
     assert rows[1].metrics["first_loss"] == pytest.approx(math.log(256), rel=0.05)  # untrained, of 256 tokens
     assert (tmp_path / "training_ratios.png").read_bytes().startswith(b"\x89PNG")
 
@@ -70,7 +74,7 @@ def test_utilisation_of_a_known_chip(monkeypatch):
     monkeypatch.setitem(hardware._PEAK, "cpu", 1e12)
     model = schema.ModelConfig(variant="additive", vocab_size=64, num_layers=1, d_model=16, num_heads=2, num_kv_heads=2)
     config = schema.Config(model=model, batch_size=8, seq_len=4)
-    row = training._row({}, config, [10.0, 10.0], [5.0, 5.0], timing.Compiled(None, 1.0, 7), 4.0)
+    row = training._row({}, config, [10.0, 10.0], [5.0, 5.0], timing.Compiled(None, 1.0, 7), {"first_loss": 4.0})
     flops = train_flops_per_token(model, 4) * 4  # of one device: its sequence
     assert row.metrics["tflops"] == pytest.approx(flops / 0.01 / 1e12)
     assert row.metrics["mfu"] == pytest.approx(flops / 0.01 / 1e12)
@@ -106,6 +110,10 @@ def test_all_leaves_out_what_there_is_no_time_for(tmp_path):
         assert saved.rows == []
         assert any("for want of time" in note for note in saved.notes)
         assert saved.environment["command"][3] == "all"
+        seconds = saved.environment["wall_seconds"]
+        assert list(seconds) == ["routing", "training", "decode", "all"]
+        assert 0 <= max(seconds[part] for part in ("routing", "training", "decode")) <= seconds["all"] < 120
+        assert f"all {seconds['all']:g}" in (tmp_path / f"{kind}.md").read_text()
 
 
 def test_slow_compiles_are_left_out_on_gpus():
@@ -175,6 +183,6 @@ import mhar_jax.inference, mhar_jax.models.counting, mhar_jax.training.step
 
 def test_names_and_clock():
     assert common.names("a, b", "x") == ["a", "b"]
-    assert not common.Clock().over()
-    assert common.Clock(0.0).over()
+    assert not common.Clock(0.0).over()
+    assert common.Clock(0.0, 0.0).over()
     assert json.loads(json.dumps(report.environment(["routing"], "abc")))["git"]["revision"] == "abc"
