@@ -9,7 +9,8 @@ from mhar_jax.command_line import add_checkpoint_arguments, open_from, parser
 from mhar_jax.errors import UserError, command
 from mhar_jax.platforms import prefer_present_hardware
 
-_SHARES = ("acc", "acc_norm", "exact_match", "pass@1", "pass_at_1")  # metrics that are right or wrong item by item
+# Metrics that are right or wrong item by item.
+_SHARES = ("acc", "acc_norm", "exact_match", "math_verify", "pass@1", "pass_at_1")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,6 +29,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--batch-tokens", metavar="INT", type=int, default=8192, help="tokens of a batch, padding included")
     p.add_argument("--tasks", metavar="NAMES", help="tasks of the harness (extra: eval), with commas between")
     p.add_argument("--task-dir", metavar="DIR", help="task files of your own")
+    p.add_argument("--task-data", metavar="DIR", help="DATA-SET/CONFIGURATION/SPLIT.jsonl; None: fetched from the hub")
     p.add_argument("--num-fewshot", metavar="INT", type=int, help="examples before each item; None: the task's")
     p.add_argument("--offline", action="store_true", help="fetch nothing; with --task-dir, know only its tasks")
     p.add_argument("--allow-code", action="store_true", help="run generated programs, as HumanEval and MBPP need")
@@ -49,6 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UserError(f"--num-fewshot must be at least 0, got {options.num_fewshot}")
     if options.tasks is not None and not _names(options.tasks):
         raise UserError(f"--tasks must name at least one task, with commas between, got {options.tasks!r}")
     prefer_present_hardware()
@@ -132,10 +136,9 @@ def _tasks(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any
         from mhar_jax.evaluation.harness import HarnessModel, run_tasks
     except ImportError as error:
         raise UserError(f"--tasks needs the lm-evaluation-harness: extra `eval` ({error.name} is missing)") from None
-    from lm_eval.utils import make_table
-
     from mhar_jax.evaluation.items import items_of_harness
     from mhar_jax.evaluation.statistics import size_note
+    from mhar_jax.evaluation.tables import harness_table
 
     model = HarnessModel(
         checkpoint.placed(),
@@ -149,13 +152,14 @@ def _tasks(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any
         model,
         _names(options.tasks),
         task_directory=options.task_dir,
+        data_directory=options.task_data,
         limit=options.limit,
         num_fewshot=options.num_fewshot,
         offline=options.offline,
         allow_code=options.allow_code,
         cache=options.cache,
     )
-    print(make_table(results))
+    print(harness_table(results))
     items = items_of_harness(results["samples"])
     for task in results["samples"]:
         of_task = [item.metrics for item in items if item.task == task]

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import pathlib
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from tqdm import tqdm
 
 from mhar_jax.data.tokenizers import Tokenizer
 from mhar_jax.errors import UserError, one_line
+from mhar_jax.evaluation import task_data
 from mhar_jax.evaluation.code import local_code_eval
 from mhar_jax.evaluation.scoring import Scorer
 from mhar_jax.evaluation.text import score_token_documents
@@ -184,6 +186,7 @@ def run_tasks(
     tasks: Sequence[str],
     *,
     task_directory: str | None = None,
+    data_directory: str | None = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
     offline: bool = False,
@@ -196,6 +199,7 @@ def run_tasks(
       model: what answers.
       tasks: names.
       task_directory: of task files that are known beside (offline: instead of) the harness's own.
+      data_directory: of the tasks' data sets as JSON lines (`evaluation.task_data`); None: the hub's.
       limit: items of each task; None: all.
       num_fewshot: examples before each item; None: the task's.
       offline: nothing is fetched.
@@ -204,8 +208,8 @@ def run_tasks(
         must be another one for every model.
 
     Raises:
-      UserError: an unknown task, or one whose data cannot be read, that needs a package that is missing, or that runs
-        programs without `allow_code`.
+      UserError: an unknown task, or one whose data cannot be read or lacks what its task file reads, that needs a
+        package that is missing, or that runs programs without `allow_code`.
     """
     if offline:
         os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -221,7 +225,7 @@ def run_tasks(
         some = ", ".join(sorted(known)[:5])
         raise UserError(f"there is no task {unknown[0]!r}; the {len(known)} known ones begin with {some}")
     try:
-        with local_code_eval(allow_code):
+        with local_code_eval(allow_code), task_data.local_data_sets(data_directory):
             results = simple_evaluate(
                 model=model,
                 tasks=list(tasks),
@@ -233,17 +237,28 @@ def run_tasks(
                 log_samples=True,
                 confirm_run_unsafe_code=allow_code,
             )
+    except UserError:
+        raise
     except (OSError, ConnectionError) as error:
         raise UserError(f"the data of {', '.join(tasks)} cannot be read: {one_line(error)}") from None
     except ImportError as error:
         raise UserError(
             f"{', '.join(tasks)} needs a package that is missing, extra `eval`: {one_line(error)}"
         ) from None
-    except (ValueError, AssertionError) as error:
+    except Exception as error:
         if isinstance(error, AssertionError) and "are required" in str(error):  # minerva_math's, of a version
             raise UserError(f"{', '.join(tasks)} needs other packages, extra `eval`: {one_line(error)}") from None
         if "marked as unsafe" in str(error):
             raise UserError(f"{', '.join(tasks)}: a task runs what the model wrote; give --allow-code") from None
-        raise
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without this function
+        package, reader = pathlib.Path(__file__).parents[1], pathlib.Path(task_data.__file__)
+        files = [pathlib.Path(frame.filename) for frame in frames]
+        if any(file.is_relative_to(package) and file != reader for file in files):
+            raise  # a fault of ours
+        place = f"{files[-1].name}, line {frames[-1].lineno}"
+        raise UserError(
+            f"the harness cannot run {', '.join(tasks)} on these items and settings: {type(error).__name__}: "
+            f"{one_line(error)} ({place})"
+        ) from error
     assert results is not None
     return dict(results)
