@@ -43,19 +43,18 @@ ITEMS: dict[str, dict[str, list[dict]]] = {
         ]
     },
     "minerva_math_algebra": {
-        f"EleutherAI/hendrycks_math/algebra/{split}.jsonl": [
+        "EleutherAI/hendrycks_math/algebra/test.jsonl": [
             {"problem": "Halve $1$.", "solution": "It is $\\boxed{\\frac{1}{2}}$.", **MATH},
             {"problem": "Add $x$ and $x$.", "solution": "It is $\\boxed{2x}$.", **MATH},
             {"problem": "Give an interval.", "solution": "It is $\\boxed{[2,5)}$.", **MATH},
         ]
-        for split in ("train", "test")
     },
     "wikitext": {
         f"EleutherAI/wikitext_document_level/wikitext-2-raw-v1/{split}.jsonl": [
             {"page": " = A title = \n \n The year 1 @,@ 000 was long , and it 's over . \n"},
             {"page": " = Other = \n \n " + "It goes on and on . " * 40},
         ]
-        for split in ("train", "validation", "test")
+        for split in ("train", "test")
     },
     "lambada_openai": {
         "EleutherAI/lambada_openai/default/test.jsonl": [
