@@ -13,6 +13,8 @@ from mhar_jax.inference import PlacedModel, bucket, check_tokens
 from mhar_jax.models import Decoder
 from mhar_jax.models.cache import KVCache
 
+_HOTTEST = 1e38  # as float32 all tokens are equally likely long before
+
 
 class TokenGenerator:
     """Continues batches of prompts; the cache stays on the devices and is updated in place."""
@@ -57,7 +59,7 @@ class TokenGenerator:
         top_k = self._vocabulary if sampling.top_k is None else min(sampling.top_k, self._vocabulary)
         return (
             ((sampling.seed + np.arange(batch, dtype=np.int64)) % 2**31).astype(np.uint32),
-            np.float32(sampling.temperature or 1.0),
+            np.float32(min(sampling.temperature or 1.0, _HOTTEST)),
             np.int32(top_k),
             np.float32(1.0 if sampling.top_p is None else sampling.top_p),
         )

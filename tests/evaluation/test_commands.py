@@ -93,6 +93,8 @@ def test_generate_streams_one_prompt(run, capsys):
     assert "Docu" + new == out
     tiny, _ = lines(capsys, generate.main, run, "--prompt", "Docu", "--max-tokens", 6, "--temperature", 1e-40)
     assert tiny == out
+    huge, _ = lines(capsys, generate.main, run, "--prompt", "Docu", "--max-tokens", 6, "--temperature", 1e300)
+    assert len(huge) > len("Docu")  # any tokens at all: to float32 the temperature is infinite
     assert "6 tokens, --max-tokens" in err
 
 

@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mhar_jax.data.tokenizers import ByteTokenizer
@@ -53,6 +53,12 @@ def test_a_prompt_that_ends_inside_a_character():
     assert characters.push(ord("y")) == "y"
 
 
+def test_a_prompt_that_ends_in_the_replacement_character():
+    """It is a character of the prompt, not half of one, and is not said again."""
+    found = complete(Script("b é"), BYTES, ["a\ufffd"])[0]
+    assert found.text == "b é"
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=80), st.lists(st.integers(0, 255), max_size=12))
 def test_any_text_and_any_bytes_come_out_as_they_decode(text, junk):
@@ -81,16 +87,18 @@ def test_the_stop_string_that_comes_first_counts_and_an_unfinished_one_is_text()
 
 
 @settings(max_examples=100, deadline=None)
+@example("xabcx", ["abc", "b"], 5)
+@example("xabcx", ["abc", "b"], 1)
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
 def test_stops_equal_a_search_in_the_whole_text_however_it_is_cut(text, stops, size):
     scanner, told = StopStrings(stops), ""
     for start in range(0, len(text), size):
         told += scanner.push(text[start : start + size])
         full = text[: start + size]
-        first = min((at for s in stops if (at := full.find(s)) >= 0), default=None)
+        first = min(((at + len(s), at) for s in stops if (at := full.find(s)) >= 0), default=None)
         assert scanner.found == (first is not None)
         if first is not None:
-            assert told == full[:first]
+            assert told == full[: first[1]]  # of the one that is complete first
             return
         assert full.startswith(told)
         for held in range(len(full)):  # nothing that may still become a stop string has been told
