@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if len(options.paths) < 2:
         raise UserError("give at least two runs or two files of results to compare")
-    if len(set(options.paths)) < len(options.paths):
+    if len({pathlib.Path(path).resolve() for path in options.paths}) < len(options.paths):
         raise UserError("a run or file is given twice")
     prefer_present_hardware()
     files = [pathlib.Path(path).is_file() for path in options.paths]

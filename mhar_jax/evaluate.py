@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import pathlib
 import sys
 from typing import Any
 
@@ -51,6 +52,15 @@ def main(arguments: list[str] | None = None) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.tasks is not None and options.text is not None:
+        raise UserError("give --text or --tasks, not both")
+    for name in ("task_dir", "task_data", "num_fewshot", "allow_code", "cache"):
+        if getattr(options, name) not in (None, False) and options.tasks is None:
+            raise UserError(f"--{name.replace('_', '-')} belongs to --tasks, which was not given")
+    if options.out is not None:  # before hours of evaluation
+        out = pathlib.Path(options.out)
+        if out.is_dir() or not out.absolute().parent.is_dir():
+            raise UserError(f"--out must be a file in a directory that exists, got {options.out}")
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot must be at least 0, got {options.num_fewshot}")
     if options.tasks is not None and not _names(options.tasks):

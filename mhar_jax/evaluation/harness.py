@@ -222,6 +222,8 @@ def run_tasks(
     manager = TaskManager(include_path=task_directory, include_defaults=task_directory is None or not offline)
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
+        if not known:
+            raise UserError(f"there is no task {unknown[0]!r}: {task_directory} holds no task file")
         some = ", ".join(sorted(known)[:5])
         raise UserError(f"there is no task {unknown[0]!r}; the {len(known)} known ones begin with {some}")
     try:

@@ -159,6 +159,11 @@ def test_checkpoints_that_are_refused(run, capsys, tmp_path):
         (["--window", "0"], "--window must be at least 1, got 0"),
         (["--text", "/nowhere.txt"], "/nowhere.txt"),
         (["--tasks", ","], "--tasks must name at least one task, with commas between, got ','"),
+        (["--text", "a.txt", "--tasks", "gsm8k"], "give --text or --tasks, not both"),
+        (["--task-data", "x"], "--task-data belongs to --tasks, which was not given"),
+        (["--allow-code"], "--allow-code belongs to --tasks, which was not given"),
+        (["--tasks", "gsm8k", "--num-fewshot", "-1"], "--num-fewshot must be at least 0, got -1"),
+        (["--out", "/nowhere/out.json"], "--out must be a file in a directory that exists, got /nowhere/out.json"),
         (["--tasks", ""], "--tasks must name at least one task, with commas between, got ''"),
     ],
 )
