@@ -85,7 +85,7 @@ class TextReport:
 
 def _exp(nats: float) -> float:
     """Infinite where it overflows: a page without white space is one long word."""
-    return math.exp(nats) if nats < 709 else math.inf
+    return math.inf if nats > 709 else math.exp(nats)
 
 
 def score_documents(

@@ -32,8 +32,8 @@ class TokenGenerator:
     def steps(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Iterator[np.ndarray]:
         """One int32 array [prompts] a step: the next token of every prompt, at most `max_tokens` of them.
 
-        Every row goes on until the caller stops iterating; a row whose context is full gets arbitrary tokens. The
-        device computes one step ahead of what has been yielded.
+        Every row goes on until the caller stops iterating; a row whose context is full gets arbitrary tokens, and one
+        whose logits are NaN gets -1. The device computes one step ahead of what has been yielded.
 
         Raises:
           UserError: a prompt that the model cannot read.

@@ -8,7 +8,7 @@ import numpy as np
 from mhar_jax.data.tokenizers import Tokenizer
 from mhar_jax.errors import UserError
 from mhar_jax.generation.engine import TokenGenerator
-from mhar_jax.generation.sampling import Sampling
+from mhar_jax.generation.sampling import NOT_A_NUMBER, Sampling
 
 _BEFORE = 8  # tokens of the prompt that are decoded along: some decoders treat the start of a text differently
 _UNFINISHED = "\ufffd"  # what bytes that are not (yet) a character decode to
@@ -107,6 +107,8 @@ class _Row:
         done = self.completion
         if done.reason:
             return ""
+        if token < 0:
+            raise UserError(NOT_A_NUMBER)
         done.tokens.append(int(token))
         new = ""
         if token == self._tokenizer.eos_id:
@@ -148,7 +150,8 @@ def complete(
       on_text: called with a prompt's index and new text as it comes: whole characters, nothing of a stop string.
 
     Raises:
-      UserError: an empty prompt, one that is not UTF-8 or does not fit the context, a token outside the vocabulary.
+      UserError: an empty prompt, one that is not UTF-8 or does not fit the context, a token outside the vocabulary, a
+        model that gives NaN.
     """
     if max_tokens < 1:
         raise UserError(f"max_tokens must be at least 1, got {max_tokens}")

@@ -140,3 +140,11 @@ def test_one_long_word_has_an_infinite_perplexity():
     assert report.word_perplexity == math.inf
     assert report.perplexity == pytest.approx(math.exp(6))
     assert TextReport([TextScore(3000.0, 3, 1, 1)]).byte_perplexity == math.inf
+
+
+def test_a_model_that_gives_no_numbers_is_refused():
+    """Its accuracies would be those of chance."""
+    broken = placed(tiny_model(num_layers=1))
+    broken.params = jax.tree.map(lambda x: x * jnp.nan, broken.params)
+    with pytest.raises(UserError, match="the model's logits are not numbers"):
+        Scorer(broken)([np.array([1, 2, 3])])

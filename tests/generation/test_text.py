@@ -117,6 +117,17 @@ def test_rows_end_by_themselves_and_the_batch_when_all_have():
     assert [(len(c.tokens), c.reason) for c in found] == [(7, "context"), (2, "context")]
 
 
+def test_a_model_that_gives_no_numbers_is_refused_but_not_in_rows_that_are_done():
+    """-1 stands for a token of NaN."""
+    script = Script("ab", "abcd")
+    steps = [np.array(row) for row in ((97, 97), (256, 98), (-1, 99), (-1, 256))]
+    script.steps = lambda *_: iter(steps)
+    assert [c.text for c in complete(script, BYTES, ["p", "q"])] == ["a", "abc"]
+    steps[1] = np.array((256, -1))
+    with pytest.raises(UserError, match="the model's logits are not numbers"):
+        complete(script, BYTES, ["p", "q"])
+
+
 def test_what_is_refused():
     with pytest.raises(UserError, match="stop string must not be empty"):
         complete(Script("a"), BYTES, ["p"], stop=[""])
