@@ -3,6 +3,7 @@
 Imported only where the harness is used: it is the extra `eval`. Works without PyTorch and, with local tasks, offline.
 """
 
+import dataclasses
 import logging
 import math
 import os
@@ -164,6 +165,8 @@ class HarnessModel(TemplateLM):
             )
         order = sorted(members, key=lambda i: -len(prompts[i]))
         while order:
+            # A request that is there several times, for pass@k, is drawn with as many seeds, whatever the batches.
+            sampling = dataclasses.replace(sampling, seed=len(members) - len(order))
             slots = bucket(len(prompts[order[0]]) + most, self._context)
             size = max(1, self._batch_tokens // slots)
             batch, order = order[:size], order[size:]

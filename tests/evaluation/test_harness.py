@@ -248,6 +248,22 @@ def test_long_answers_leave_half_of_the_context_to_the_prompt(monkeypatch, caplo
     assert not caplog.text
 
 
+def test_a_request_that_is_there_several_times_is_drawn_anew_each_time():
+    """HumanEval's pass@64 asks 64 times the same; batches begin no seeds again, and their size does not matter."""
+    from lm_eval.api.instance import Instance
+
+    from mhar_jax.evaluation.harness import HarnessModel
+
+    options = {"until": ["\n"], "max_gen_toks": 6, "do_sample": True, "temperature": 2.0}
+    said = []
+    for batch_tokens in (64, 256):
+        model = HarnessModel(placed(tiny_model()), BYTES, batch_tokens=batch_tokens)
+        asked = [Instance("generate_until", {}, ("x", options), 0) for _ in range(16)]
+        said.append(model.generate_until(asked, disable_tqdm=True))
+    assert said[0] == said[1]
+    assert len(set(said[0])) > 12
+
+
 def prefixed(logits, text):
     ids = [BYTES.eos_id, *text.encode()]
     log_p = np.asarray(jax.nn.log_softmax(logits(ids[:-1])), np.float64)
