@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--offline", action="store_true", help="fetch nothing; with --task-dir, know only its tasks")
     p.add_argument("--allow-code", action="store_true", help="run generated programs, as HumanEval and MBPP need")
     p.add_argument("--limit", metavar="INT", type=int, help="documents, or items of each task, at most; None: all")
-    p.add_argument("--cache", metavar="FILE", help="keep answers to tasks here: a stopped run goes on; one a model")
+    p.add_argument("--cache", metavar="FILE", help="keep answers to tasks here: a stopped run goes on")
     p.add_argument("--out", metavar="FILE", help="write everything, single items included, for mhar_jax.compare")
     return p
 

@@ -26,6 +26,7 @@ from mhar_jax.evaluation.scoring import Scorer
 from mhar_jax.evaluation.text import score_token_documents
 from mhar_jax.generation import Sampling, TokenGenerator, complete
 from mhar_jax.inference import PlacedModel, bucket
+from mhar_jax.training.checksums import examine, json_digest
 
 _log = logging.getLogger("mhar_jax")
 
@@ -71,6 +72,12 @@ class HarnessModel(TemplateLM):
     def tokenizer_name(self) -> str:
         """Tells cached requests of other tokenizers apart."""
         return self.tokenizer_of_ours.fingerprint
+
+    def fingerprint(self) -> str:
+        """Of what decides its answers: parameters, shape and types, tokenizer, windows and prefix."""
+        placed = self.scorer.placed
+        settings = [self.window, self.stride, self._prefix, self.tokenizer_of_ours.fingerprint, repr(placed.config)]
+        return json_digest([examine(placed.params).checksums, *settings])[:16]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids; special tokens are never added."""
@@ -207,8 +214,8 @@ def run_tasks(
       num_fewshot: examples before each item; None: the task's.
       offline: nothing is fetched.
       allow_code: run generated programs, as HumanEval and MBPP score them.
-      cache: beginning of a file name; answers are kept there as they come, so that a run that was stopped goes on. It
-        must be another one for every model.
+      cache: beginning of a file name; answers are kept there as they come, so that a run that was stopped goes on. The
+        model's fingerprint is part of the name, so that no model gets another one's answers.
 
     Raises:
       UserError: an unknown task, or one whose data cannot be read or lacks what its task file reads, that needs a
@@ -237,7 +244,7 @@ def run_tasks(
                 num_fewshot=num_fewshot,
                 limit=limit,
                 task_manager=manager,
-                use_cache=cache,
+                use_cache=None if cache is None else f"{cache}-{model.fingerprint()}",
                 bootstrap_iters=1000,
                 log_samples=True,
                 confirm_run_unsafe_code=allow_code,

@@ -321,3 +321,21 @@ def test_a_stopped_run_goes_on(tasks, tmp_path):
     assert 0 < asked[1] < 12
     model.scorer.batches = score
     assert results == run_tasks(model, ["tiny_last"], task_directory=str(tasks), offline=True)["results"]["tiny_last"]
+
+
+def test_another_model_does_not_get_kept_answers(tasks, tmp_path):
+    """One name of a cache, two models that differ in one number: each gives its own figures."""
+    from mhar_jax.evaluation.harness import HarnessModel, run_tasks
+
+    def perplexity(params, cache):
+        model = HarnessModel(placed(tiny_model()), BYTES, batch_tokens=256)
+        model.scorer.placed.params = params
+        results = run_tasks(model, ["tiny_last"], task_directory=str(tasks), offline=True, cache=cache)
+        return results["results"]["tiny_last"]["perplexity,none"]
+
+    params = placed(tiny_model()).params
+    other = {**params, "final_norm": params["final_norm"].at[0].mul(-1.0)}
+    cache = str(tmp_path / "answers")
+    found = [perplexity(p, cache) for p in (params, other, params)]
+    assert found[0] == found[2] != found[1]
+    assert len(list(tmp_path.iterdir())) == 2
