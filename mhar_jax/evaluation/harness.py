@@ -221,8 +221,6 @@ def run_tasks(
       UserError: an unknown task, or one whose data cannot be read or lacks what its task file reads, that needs a
         package that is missing, or that runs programs without `allow_code`.
     """
-    if offline:
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork a process in which JAX has threads
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -237,7 +235,7 @@ def run_tasks(
         some = ", ".join(sorted(known)[:5])
         raise UserError(f"there is no task {unknown[0]!r}; the {len(known)} known ones begin with {some}")
     try:
-        with local_code_eval(allow_code), task_data.local_data_sets(data_directory):
+        with task_data.no_network(offline), local_code_eval(allow_code), task_data.local_data_sets(data_directory):
             results = simple_evaluate(
                 model=model,
                 tasks=list(tasks),
@@ -252,7 +250,8 @@ def run_tasks(
     except UserError:
         raise
     except (OSError, ConnectionError) as error:
-        raise UserError(f"the data of {', '.join(tasks)} cannot be read: {one_line(error)}") from None
+        hint = "; --task-data reads JSON lines" if offline and data_directory is None else ""
+        raise UserError(f"the data of {', '.join(tasks)} cannot be read: {one_line(error)}{hint}") from None
     except ImportError as error:
         raise UserError(
             f"{', '.join(tasks)} needs a package that is missing, extra `eval`: {one_line(error)}"

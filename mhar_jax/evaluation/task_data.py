@@ -80,3 +80,29 @@ def local_data_sets(directory: str | pathlib.Path | None) -> Iterator[None]:
         datasets.load_dataset = load
         if bars:
             datasets.utils.enable_progress_bars()
+
+
+@contextlib.contextmanager
+def no_network(wanted: bool) -> Iterator[None]:
+    """Within, if wanted, the hub's packages fetch nothing; what their caches hold is still found.
+
+    Their environment variables are read when they are imported, which may be long ago.
+    """
+    from evaluate import config as evaluate_config
+    from huggingface_hub import constants
+
+    places = (
+        (constants, "HF_HUB_OFFLINE"),
+        (datasets.config, "HF_HUB_OFFLINE"),
+        (datasets.config, "HF_DATASETS_OFFLINE"),
+        (evaluate_config, "HF_EVALUATE_OFFLINE"),
+    )
+    before = [getattr(*place) for place in places]
+    if wanted:
+        for module, name in places:
+            setattr(module, name, True)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(places, before, strict=True):
+            setattr(module, name, value)

@@ -151,3 +151,31 @@ def test_our_own_faults_are_not_blamed_on_the_items(model, data, monkeypatch):
     monkeypatch.setattr(model.scorer, "batches", lambda sequences: {}["ours"])
     with pytest.raises(KeyError, match="ours"):
         run(model, "lambada_openai", data)
+
+
+def test_offline_asks_nobody(model, monkeypatch):
+    """Also where the hub's packages were imported before; and afterwards they may again."""
+    import socket
+
+    import datasets
+    from huggingface_hub import constants
+
+    from mhar_jax.evaluation.harness import run_tasks
+
+    before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    asked = []
+
+    def look_up(*where, **_):
+        asked.append(where)
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    folder = str(task_items.task_files("gsm8k"))
+    with pytest.raises(UserError, match=r"the data of gsm8k cannot be read.*; --task-data reads JSON lines"):
+        run_tasks(model, ["gsm8k"], task_directory=folder, offline=True)
+    assert not asked
+    assert not constants.HF_HUB_OFFLINE
+    monkeypatch.undo()
+    assert before == (constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE)
