@@ -69,6 +69,8 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     for option in ("prompt", "steps"):
         if getattr(options, option) is not None:
             common.at_least(option, getattr(options, option), 1)
+    if options.profile is not None and pathlib.Path(options.profile).is_file():
+        raise UserError(f"--profile must be a directory, got the file {options.profile}")
     notes = common.start()
     environment_now = environment(command, options.revision)
     import jax

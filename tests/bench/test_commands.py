@@ -152,6 +152,7 @@ def test_slow_compiles_are_left_out_on_gpus():
         (["training", "--steps=0"], "--steps must be at least 1"),
         (["training", "--implementations=cuda"], "--implementations must be of best, reference"),
         (["training", "--presets=mhar_100m", "--set=batch_size=3"], "multiple of the 8 devices"),
+        (["decode", f"--profile={__file__}"], "--profile must be a directory, got the file"),
         (["decode", "--prefill=8"], "--prefill must be like 8x1024"),
         (["decode", "--batches=none"], "--batches must be positive integers"),
         (["all", "--out=x", "--parts=some"], "--parts must be of routing"),
