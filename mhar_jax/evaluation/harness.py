@@ -29,6 +29,7 @@ from mhar_jax.inference import PlacedModel, bucket
 from mhar_jax.training.checksums import examine, json_digest
 
 _log = logging.getLogger("mhar_jax")
+_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}  # settings of generation
 
 
 class HarnessModel(TemplateLM):
@@ -149,6 +150,8 @@ class HarnessModel(TemplateLM):
     ) -> None:
         """Continues the requests `members`, which all have the same settings."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(requests[members[0]].args[1]))
+        if unknown := sorted(name for name in options.keys() - _KNOWN if options[name] is not None):
+            _log.warning("generation settings without effect here: %s", ", ".join(unknown))
         most = min(options["max_gen_toks"], self._context - 1)
         room = max(self._context - most, self._context // 2)  # the harness keeps the first; a token is no question
         sampling = Sampling(

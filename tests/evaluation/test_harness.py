@@ -246,6 +246,9 @@ def test_long_answers_leave_half_of_the_context_to_the_prompt(monkeypatch, caplo
     caplog.clear()
     assert lengths(10) == [54, 4]
     assert not caplog.text
+    beams = {"until": ["\n"], "max_gen_toks": 3, "do_sample": False, "num_beams": 4}
+    model.generate_until([Instance("generate_until", {}, ("x", beams), 0)], disable_tqdm=True)
+    assert "generation settings without effect here: num_beams" in caplog.text
 
 
 def test_a_request_that_is_there_several_times_is_drawn_anew_each_time():
