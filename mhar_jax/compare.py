@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if len(options.paths) < 2:
         raise UserError("give at least two runs or two files of results to compare")
-    if len(set(options.paths)) < len(options.paths):
+    if len({pathlib.Path(path).resolve() for path in options.paths}) < len(options.paths):
         raise UserError("a run or file is given twice")
     prefer_present_hardware()
     files = [pathlib.Path(path).is_file() for path in options.paths]
@@ -51,6 +51,7 @@ def _compare_runs(paths: Sequence[str], options: argparse.Namespace) -> list[str
     """Prints the table and the differences; returns why some of them are not paired."""
     from mhar_jax.evaluation.runs import compare_runs, read_run, what_is_compared
     from mhar_jax.evaluation.statistics import TAIL
+    from mhar_jax.evaluation.tables import aligned
 
     runs = [read_run(path) for path in paths]
     comparisons = compare_runs(runs)
@@ -62,7 +63,7 @@ def _compare_runs(paths: Sequence[str], options: argparse.Namespace) -> list[str
         tail = f"{run.tail:.4f}" + (f" (of {len(run.evaluations)})" if few else "")
         peak_lr, last = f"{run.config.optimizer.peak_lr:g}", f"{run.evaluations[-1].loss:.4f}"
         rows.append([names[path], path, model.variant, str(run.config.seed), peak_lr, steps, last, tail])
-    _print_table(rows)
+    print(aligned(rows))
     name_of = {id(run): names[path] for path, run in zip(paths, runs, strict=True)}
     reasons: list[str] = []
     for comparison in comparisons:
@@ -167,12 +168,6 @@ def _compare_results(paths: Sequence[str]) -> list[str]:
     if tests > 1:
         print(f"{tests} tests: with no difference anywhere, {0.05 * tests:.2g} of them have p < 0.05 on average.")
     return reasons
-
-
-def _print_table(rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _letters():

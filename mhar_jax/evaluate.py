@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import pathlib
 import sys
 from typing import Any
 
@@ -9,7 +10,8 @@ from mhar_jax.command_line import add_checkpoint_arguments, open_from, parser
 from mhar_jax.errors import UserError, command
 from mhar_jax.platforms import prefer_present_hardware
 
-_SHARES = ("acc", "acc_norm", "exact_match", "pass@1", "pass_at_1")  # metrics that are right or wrong item by item
+# Metrics that are right or wrong item by item.
+_SHARES = ("acc", "acc_norm", "exact_match", "math_verify", "pass@1", "pass_at_1")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,11 +30,12 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--batch-tokens", metavar="INT", type=int, default=8192, help="tokens of a batch, padding included")
     p.add_argument("--tasks", metavar="NAMES", help="tasks of the harness (extra: eval), with commas between")
     p.add_argument("--task-dir", metavar="DIR", help="task files of your own")
+    p.add_argument("--task-data", metavar="DIR", help="DATA-SET/CONFIGURATION/SPLIT.jsonl; None: fetched from the hub")
     p.add_argument("--num-fewshot", metavar="INT", type=int, help="examples before each item; None: the task's")
     p.add_argument("--offline", action="store_true", help="fetch nothing; with --task-dir, know only its tasks")
     p.add_argument("--allow-code", action="store_true", help="run generated programs, as HumanEval and MBPP need")
     p.add_argument("--limit", metavar="INT", type=int, help="documents, or items of each task, at most; None: all")
-    p.add_argument("--cache", metavar="FILE", help="keep answers to tasks here: a stopped run goes on; one a model")
+    p.add_argument("--cache", metavar="FILE", help="keep answers to tasks here: a stopped run goes on")
     p.add_argument("--out", metavar="FILE", help="write everything, single items included, for mhar_jax.compare")
     return p
 
@@ -49,6 +52,17 @@ def main(arguments: list[str] | None = None) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.tasks is not None and options.text is not None:
+        raise UserError("give --text or --tasks, not both")
+    for name in ("task_dir", "task_data", "num_fewshot", "allow_code", "cache"):
+        if getattr(options, name) not in (None, False) and options.tasks is None:
+            raise UserError(f"--{name.replace('_', '-')} belongs to --tasks, which was not given")
+    if options.out is not None:  # before hours of evaluation
+        out = pathlib.Path(options.out)
+        if out.is_dir() or not out.absolute().parent.is_dir():
+            raise UserError(f"--out must be a file in a directory that exists, got {options.out}")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UserError(f"--num-fewshot must be at least 0, got {options.num_fewshot}")
     if options.tasks is not None and not _names(options.tasks):
         raise UserError(f"--tasks must name at least one task, with commas between, got {options.tasks!r}")
     prefer_present_hardware()
@@ -132,10 +146,9 @@ def _tasks(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any
         from mhar_jax.evaluation.harness import HarnessModel, run_tasks
     except ImportError as error:
         raise UserError(f"--tasks needs the lm-evaluation-harness: extra `eval` ({error.name} is missing)") from None
-    from lm_eval.utils import make_table
-
     from mhar_jax.evaluation.items import items_of_harness
     from mhar_jax.evaluation.statistics import size_note
+    from mhar_jax.evaluation.tables import harness_table
 
     model = HarnessModel(
         checkpoint.placed(),
@@ -149,13 +162,14 @@ def _tasks(options: argparse.Namespace, checkpoint: Any, settings: dict[str, Any
         model,
         _names(options.tasks),
         task_directory=options.task_dir,
+        data_directory=options.task_data,
         limit=options.limit,
         num_fewshot=options.num_fewshot,
         offline=options.offline,
         allow_code=options.allow_code,
         cache=options.cache,
     )
-    print(make_table(results))
+    print(harness_table(results))
     items = items_of_harness(results["samples"])
     for task in results["samples"]:
         of_task = [item.metrics for item in items if item.task == task]

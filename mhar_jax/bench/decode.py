@@ -7,19 +7,22 @@ anything. The variants are timed in turns, so that a slow moment of the machine 
 import argparse
 import dataclasses
 import gc
+import pathlib
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mhar_jax.bench import common, timing
+from mhar_jax.bench import breakdown, common, timing
 from mhar_jax.bench.configs import SMALL_MODEL, with_variant
+from mhar_jax.bench.instructions import Program
 from mhar_jax.bench.intervals import ratio_of_medians
-from mhar_jax.bench.report import Report, Row, Status, environment, refused, timed
+from mhar_jax.bench.profile import device_events
+from mhar_jax.bench.report import Report, Row, Status, describe, environment, refused, timed
 from mhar_jax.command_line import VARIANTS, parser
 from mhar_jax.config.load import load_config
 from mhar_jax.config.schema import ROUTED_VARIANTS, ModelConfig
-from mhar_jax.errors import UserError
+from mhar_jax.errors import UserError, writing
 from mhar_kernels import IMPLEMENTATIONS
 
 
@@ -36,7 +39,7 @@ def make_parser() -> argparse.ArgumentParser:
     p.add_argument("--steps", metavar="INT", type=int, help="tokens decoded in one timing; None: 128, on a CPU 4")
     p.add_argument("--repeats", metavar="INT", type=int, default=10, help="timings of each")
     p.add_argument("--threads", metavar="INT", type=int, default=4, help="variants compiled at once")
-    p.add_argument("--profile", metavar="DIR", help="trace one timing of each into this directory")
+    p.add_argument("--profile", metavar="DIR", help="trace one run of each there; say what takes the time")
     common.add_common(p)
     return p
 
@@ -46,7 +49,16 @@ def main(arguments: Sequence[str], begun: float) -> int:
     options = make_parser().parse_args(list(arguments))
     clock = common.Clock(begun)
     report = run(options, ["decode", *arguments], clock)
-    return common.finish(report, options.out, {"decode": clock.seconds()})
+    code = common.finish(report, options.out, {"decode": clock.seconds()})
+    if table := breakdown.markdown(report):
+        print("\n" + "\n".join(table))
+        if options.out:
+            path = pathlib.Path(options.out) / "decode_profile.md"
+            with writing("the profile", path):
+                head = f"{describe(report.environment)}: `{' '.join(report.environment['command'])}`"
+                path.write_text("\n".join([head, "", *table]) + "\n", encoding="utf-8")
+            print(f"wrote {path}")
+    return code
 
 
 def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock) -> Report:
@@ -60,6 +72,8 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
         if getattr(options, option) is not None:
             common.at_least(option, getattr(options, option), 1)
     common.at_least("threads", options.threads, 1)
+    if options.profile is not None and pathlib.Path(options.profile).is_file():
+        raise UserError(f"--profile must be a directory, got the file {options.profile}")
     notes = common.start()
     environment_now = {**environment(command, options.revision), "compile_threads": options.threads}
     import jax
@@ -106,13 +120,14 @@ def _measure(
 
     rows: dict[str, Row] = {}
     runs: dict[str, Callable[[], Any]] = {}
+    programs: dict[str, Any] = {}
     first_run: dict[str, float] = {}
     kind = next(iter(of.values()))["kind"]
 
     def prepare(variant: str) -> tuple[Callable[[], Any], float] | Exception:
         begin, named = time.perf_counter(), of[variant]
         try:
-            run = models[variant].prepare(kind, named["batch"], named["tokens"], steps)
+            run, programs[variant] = models[variant].prepare(kind, named["batch"], named["tokens"], steps)
             jax.block_until_ready(run())
         except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
             return error
@@ -143,8 +158,12 @@ def _measure(
             ratio_interval=None if ratio is None or ratio.low != ratio.low else [ratio.low, ratio.high],
         )
         if options.profile:
-            with jax.profiler.trace(f"{options.profile}/{kind}-{of[variant]['batch']}-{variant}"):
+            folder = f"{options.profile}/{kind}-{of[variant]['batch']}-{variant}"
+            with jax.profiler.trace(folder):
                 jax.block_until_ready(runs[variant]())
+            events = device_events(folder, cpu=jax.default_backend() == "cpu")
+            profile = breakdown.break_down(events, Program(programs[variant].as_text()), per)
+            rows[variant].metrics.update(breakdown.metrics(profile))
     return [rows[variant] for variant in of]
 
 
@@ -155,21 +174,21 @@ class _Placed:
         self._config = config
         self._model: Any = None
 
-    def prepare(self, kind: str, batch: int, tokens: int, steps: int) -> Callable[[], Any]:
-        """Something to time: one prefill, or `steps` greedy tokens after one."""
+    def prepare(self, kind: str, batch: int, tokens: int, steps: int) -> tuple[Callable[[], Any], Any]:
+        """Something to time, one prefill or `steps` greedy tokens after one, and the compiled program that it runs."""
         import jax
         import jax.numpy as jnp
         import numpy as np
 
-        placed, config = self._placed(), self._config
+        config = self._config
         assert config.vocab_size is not None
         prompts = jnp.asarray(np.random.default_rng(0).integers(0, config.vocab_size, (batch, tokens)), jnp.int32)
         counts = jnp.full((batch,), tokens, jnp.int32)
         slots = tokens if kind == "prefill" else tokens + steps
-        prefill = placed.jit("prefill", lambda model, t, n: model.prefill(t, n, slots=slots))
+        prefill = self._compiled(lambda model, t, n: model.prefill(t, n, slots=slots), prompts, counts)
         if kind == "prefill":
-            return lambda: prefill(prompts, counts)
-        logits, cache = prefill(prompts, counts)
+            return prefill
+        logits, cache = prefill[0]()
 
         def loop(model, first, cache):
             def step(carry, _):
@@ -179,9 +198,16 @@ class _Placed:
 
             return jax.lax.scan(step, (first, cache), None, length=steps)[0][0]
 
-        decode = placed.jit("decode", loop)
-        first = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        return lambda: decode(first, cache)
+        return self._compiled(loop, jnp.argmax(logits, axis=-1).astype(jnp.int32), cache)
+
+    def _compiled(self, function: Callable[..., Any], *arguments: Any) -> tuple[Callable[[], Any], Any]:
+        """Runs `function(model, *arguments)`; compiled ahead, so that the program can be asked what its kernels are."""
+        import jax
+
+        placed = self._placed()
+        with jax.set_mesh(placed.mesh):
+            program = jax.jit(lambda p, *a: function(placed.merge(p), *a)).lower(placed.params, *arguments).compile()
+        return lambda: program(placed.params, *arguments), program
 
     def _placed(self) -> Any:
         if self._model is None:

@@ -3,10 +3,12 @@
 Imported only where the harness is used: it is the extra `eval`. Works without PyTorch and, with local tasks, offline.
 """
 
+import dataclasses
 import logging
 import math
 import os
 import pathlib
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,13 +20,16 @@ from tqdm import tqdm
 
 from mhar_jax.data.tokenizers import Tokenizer
 from mhar_jax.errors import UserError, one_line
+from mhar_jax.evaluation import task_data
 from mhar_jax.evaluation.code import local_code_eval
 from mhar_jax.evaluation.scoring import Scorer
 from mhar_jax.evaluation.text import score_token_documents
 from mhar_jax.generation import Sampling, TokenGenerator, complete
 from mhar_jax.inference import PlacedModel, bucket
+from mhar_jax.training.checksums import examine, json_digest
 
 _log = logging.getLogger("mhar_jax")
+_KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}  # settings of generation
 
 
 class HarnessModel(TemplateLM):
@@ -68,6 +73,12 @@ class HarnessModel(TemplateLM):
     def tokenizer_name(self) -> str:
         """Tells cached requests of other tokenizers apart."""
         return self.tokenizer_of_ours.fingerprint
+
+    def fingerprint(self) -> str:
+        """Of what decides its answers: parameters, shape and types, tokenizer, windows and prefix."""
+        placed = self.scorer.placed
+        settings = [self.window, self.stride, self._prefix, self.tokenizer_of_ours.fingerprint, repr(placed.config)]
+        return json_digest([examine(placed.params).checksums, *settings])[:16]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Token ids; special tokens are never added."""
@@ -139,6 +150,8 @@ class HarnessModel(TemplateLM):
     ) -> None:
         """Continues the requests `members`, which all have the same settings."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(requests[members[0]].args[1]))
+        if unknown := sorted(name for name in options.keys() - _KNOWN if options[name] is not None):
+            _log.warning("generation settings without effect here: %s", ", ".join(unknown))
         most = min(options["max_gen_toks"], self._context - 1)
         room = max(self._context - most, self._context // 2)  # the harness keeps the first; a token is no question
         sampling = Sampling(
@@ -162,6 +175,8 @@ class HarnessModel(TemplateLM):
             )
         order = sorted(members, key=lambda i: -len(prompts[i]))
         while order:
+            # A request that is there several times, for pass@k, is drawn with as many seeds, whatever the batches.
+            sampling = dataclasses.replace(sampling, seed=len(members) - len(order))
             slots = bucket(len(prompts[order[0]]) + most, self._context)
             size = max(1, self._batch_tokens // slots)
             batch, order = order[:size], order[size:]
@@ -184,6 +199,7 @@ def run_tasks(
     tasks: Sequence[str],
     *,
     task_directory: str | None = None,
+    data_directory: str | None = None,
     limit: int | None = None,
     num_fewshot: int | None = None,
     offline: bool = False,
@@ -196,19 +212,18 @@ def run_tasks(
       model: what answers.
       tasks: names.
       task_directory: of task files that are known beside (offline: instead of) the harness's own.
+      data_directory: of the tasks' data sets as JSON lines (`evaluation.task_data`); None: the hub's.
       limit: items of each task; None: all.
       num_fewshot: examples before each item; None: the task's.
       offline: nothing is fetched.
       allow_code: run generated programs, as HumanEval and MBPP score them.
-      cache: beginning of a file name; answers are kept there as they come, so that a run that was stopped goes on. It
-        must be another one for every model.
+      cache: beginning of a file name; answers are kept there as they come, so that a run that was stopped goes on. The
+        model's fingerprint is part of the name, so that no model gets another one's answers.
 
     Raises:
-      UserError: an unknown task, or one whose data cannot be read, that needs a package that is missing, or that runs
-        programs without `allow_code`.
+      UserError: an unknown task, or one whose data cannot be read or lacks what its task file reads, that needs a
+        package that is missing, or that runs programs without `allow_code`.
     """
-    if offline:
-        os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork a process in which JAX has threads
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -218,32 +233,46 @@ def run_tasks(
     manager = TaskManager(include_path=task_directory, include_defaults=task_directory is None or not offline)
     known = set(manager.all_tasks)
     if unknown := [task for task in tasks if task not in known]:
+        if not known:
+            raise UserError(f"there is no task {unknown[0]!r}: {task_directory} holds no task file")
         some = ", ".join(sorted(known)[:5])
         raise UserError(f"there is no task {unknown[0]!r}; the {len(known)} known ones begin with {some}")
     try:
-        with local_code_eval(allow_code):
+        with task_data.no_network(offline), local_code_eval(allow_code), task_data.local_data_sets(data_directory):
             results = simple_evaluate(
                 model=model,
                 tasks=list(tasks),
                 num_fewshot=num_fewshot,
                 limit=limit,
                 task_manager=manager,
-                use_cache=cache,
+                use_cache=None if cache is None else f"{cache}-{model.fingerprint()}",
                 bootstrap_iters=1000,
                 log_samples=True,
                 confirm_run_unsafe_code=allow_code,
             )
+    except UserError:
+        raise
     except (OSError, ConnectionError) as error:
-        raise UserError(f"the data of {', '.join(tasks)} cannot be read: {one_line(error)}") from None
+        hint = "; --task-data reads JSON lines" if offline and data_directory is None else ""
+        raise UserError(f"the data of {', '.join(tasks)} cannot be read: {one_line(error)}{hint}") from None
     except ImportError as error:
         raise UserError(
             f"{', '.join(tasks)} needs a package that is missing, extra `eval`: {one_line(error)}"
         ) from None
-    except (ValueError, AssertionError) as error:
+    except Exception as error:
         if isinstance(error, AssertionError) and "are required" in str(error):  # minerva_math's, of a version
             raise UserError(f"{', '.join(tasks)} needs other packages, extra `eval`: {one_line(error)}") from None
         if "marked as unsafe" in str(error):
             raise UserError(f"{', '.join(tasks)}: a task runs what the model wrote; give --allow-code") from None
-        raise
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without this function
+        package, reader = pathlib.Path(__file__).parents[1], pathlib.Path(task_data.__file__)
+        files = [pathlib.Path(frame.filename) for frame in frames]
+        if any(file.is_relative_to(package) and file != reader for file in files):
+            raise  # a fault of ours
+        place = f"{files[-1].name}, line {frames[-1].lineno}"
+        raise UserError(
+            f"the harness cannot run {', '.join(tasks)} on these items and settings: {type(error).__name__}: "
+            f"{one_line(error)} ({place})"
+        ) from error
     assert results is not None
     return dict(results)

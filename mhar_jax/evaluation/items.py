@@ -58,7 +58,8 @@ def items_of_harness(samples: Mapping[str, list[Mapping[str, Any]]]) -> list[Ite
     for task, rows in samples.items():
         for sample in rows:
             place = task, int(sample["doc_id"])
-            contents[place] = content_hash(sample["doc"])
+            # With the prompt: other examples before the same question make it another one.
+            contents[place] = content_hash([sample["doc"], sample.get("prompt_hash")])
             name_filter = sample.get("filter", "none")
             of_item = metrics.setdefault(place, {})
             for name in sample.get("metrics", ()):
@@ -98,5 +99,13 @@ def read_results(path: str | pathlib.Path) -> Results:
 
 
 def _item(found: dict[str, Any]) -> Item:
-    metrics = {name: Weighted(*value) if isinstance(value, list) else value for name, value in found["metrics"].items()}
-    return Item(**(found | {"metrics": metrics}))
+    metrics = {name: _metric(name, value) for name, value in dict(found["metrics"]).items()}
+    return Item(**(found | {"number": int(found["number"]), "metrics": metrics}))
+
+
+def _metric(name: str, value: Any) -> float | Weighted:
+    if isinstance(value, list) and len(value) == 2:
+        return Weighted(*map(float, value))
+    if isinstance(value, int | float):
+        return float(value)
+    raise ValueError(f"the metric {name} of an item must be a number or a pair of them, got {value!r}")

@@ -14,6 +14,7 @@ from mhar_jax.evaluation.statistics import (
     size_note,
 )
 
+_ONE = "there is one item, which says nothing about others"
 _DECIDING = ("num_fewshot", "window", "stride", "prefix_token")
 
 
@@ -27,6 +28,9 @@ def reasons_against_pairing(a: Results, b: Results) -> list[str]:
     mine, yours = (_by_place(results) for results in (a, b))
     if not mine or not yours:
         return [*reasons, "there are no items"]
+    for results, places in ((a, mine), (b, yours)):
+        if twice := len(results.items) - len(places):
+            reasons.append(f"{twice} items of {results.checkpoint} are there twice")
     if only := mine.keys() ^ yours.keys():
         reasons.append(f"{len(only)} items are in one of them only, for instance {' '.join(map(str, min(only)))}")
     elif other := [place for place, item in mine.items() if item.content != yours[place].content]:
@@ -84,16 +88,19 @@ def compare_items(a: Results, b: Results) -> Iterator[ItemComparison]:
             for place, value in zip(places, values, strict=True)
             if not all(map(math.isfinite, value if isinstance(value, tuple) else (value,)))
         ]
+        no_test = lambda why: ItemComparison(task, metric, len(places), math.nan, math.nan, refusal=why)
         if bad:
             (checkpoint, (_, number)), count = bad[0], len(bad)
-            why = f"{count} values are not finite, for instance item {number} of {checkpoint}"
-            return ItemComparison(task, metric, len(places), math.nan, math.nan, refusal=why)
+            return no_test(f"{count} values are not finite, for instance item {number} of {checkpoint}")
         x, y = ([-v.log_likelihood for v in values if isinstance(v, Weighted)] for values in (first, second))
         if x or y:
             weights, others = ([v.weight for v in vs if isinstance(v, Weighted)] for vs in (first, second))
             if len(weights) < len(places) or weights != others:
-                why = "the two count other words or bytes"
-                return ItemComparison(task, metric, len(places), math.nan, math.nan, refusal=why)
+                return no_test("the two count other words or bytes")
+            if not min(weights) > 0:
+                return no_test("some items have no words or bytes")
+            if len(places) < 2:
+                return no_test(_ONE)
             means = sum(x) / sum(weights), sum(y) / sum(weights)
             gap = bootstrap_ratio([v - u for u, v in zip(x, y, strict=True)], weights)
             unit = "word" if metric.startswith("word") else "byte"
@@ -102,6 +109,8 @@ def compare_items(a: Results, b: Results) -> Iterator[ItemComparison]:
         means = sum(x) / len(x), sum(y) / len(y)
         if {*x, *y} <= {0.0, 1.0}:
             return ItemComparison(task, metric, len(places), *means, test=mcnemar_of_items(x, y))
+        if len(places) < 2:
+            return no_test(_ONE)
         return ItemComparison(task, metric, len(places), *means, difference=paired_bootstrap(x, y))
 
     for task in dict.fromkeys(item.task for item in a.items):

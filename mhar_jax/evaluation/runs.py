@@ -114,6 +114,8 @@ def _lines(path: pathlib.Path) -> Iterator[Evaluation]:
     for number, text in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
         try:
             line = json.loads(text)
+            if not isinstance(line, dict):
+                raise ValueError(f"it is not a JSON object: {one_line(text, 40)}")
             if "val_loss" in line:
                 yield Evaluation(int(line["step"]), float(line["val_loss"]), line.get("val_tokens"))
         except (ValueError, KeyError, TypeError) as error:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mhar_jax.errors import UserError
+from mhar_jax.generation.sampling import NOT_A_NUMBER
 from mhar_jax.inference import PlacedModel, bucket
 
 
@@ -45,7 +46,7 @@ class Scorer:
           sequences: integer arrays [n], 2 <= n <= context + 1.
 
         Raises:
-          UserError: a sequence that is too short or too long, or a token outside the vocabulary.
+          UserError: a sequence that is too short or too long, a token outside the vocabulary, a model that gives NaN.
         """
         for sequence in sequences:
             self._check(sequence)
@@ -62,6 +63,8 @@ class Scorer:
                 tokens[row, : len(sequences[i])] = sequences[i]
             logprobs, best = map(np.asarray, self._score(tokens[:, :-1], tokens[:, 1:]))
             counts = [len(sequences[i]) - 1 for i in take]
+            if any(np.isnan(logprobs[r, :n]).any() for r, n in enumerate(counts)):
+                raise UserError(NOT_A_NUMBER)
             yield {i: Scores(logprobs[r, :n], best[r, :n]) for r, (i, n) in enumerate(zip(take, counts, strict=True))}
 
     def _shorter(self, length: int) -> int:

@@ -65,7 +65,7 @@ class TextReport:
     @property
     def perplexity(self) -> float:
         """exp(loss): of a token, so it depends on the tokenizer."""
-        return math.exp(self.loss)
+        return _exp(self.loss)
 
     @property
     def bits_per_byte(self) -> float:
@@ -75,12 +75,17 @@ class TextReport:
     @property
     def byte_perplexity(self) -> float:
         """2 ** bits_per_byte, as the lm-evaluation-harness has it."""
-        return 2**self.bits_per_byte
+        return _exp(self.bits_per_byte * math.log(2))
 
     @property
     def word_perplexity(self) -> float:
         """exp(nats a word), as the lm-evaluation-harness has it."""
-        return math.exp(self.total("nll") / self.total("words"))
+        return _exp(self.total("nll") / self.total("words"))
+
+
+def _exp(nats: float) -> float:
+    """Infinite where it overflows: a page without white space is one long word."""
+    return math.inf if nats > 709 else math.exp(nats)
 
 
 def score_documents(

@@ -13,6 +13,8 @@ from mhar_jax.inference import PlacedModel, bucket, check_tokens
 from mhar_jax.models import Decoder
 from mhar_jax.models.cache import KVCache
 
+_HOTTEST = 1e38  # as float32 all tokens are equally likely long before
+
 
 class TokenGenerator:
     """Continues batches of prompts; the cache stays on the devices and is updated in place."""
@@ -30,8 +32,8 @@ class TokenGenerator:
     def steps(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sampling) -> Iterator[np.ndarray]:
         """One int32 array [prompts] a step: the next token of every prompt, at most `max_tokens` of them.
 
-        Every row goes on until the caller stops iterating; a row whose context is full gets arbitrary tokens. The
-        device computes one step ahead of what has been yielded.
+        Every row goes on until the caller stops iterating; a row whose context is full gets arbitrary tokens, and one
+        whose logits are NaN gets -1. The device computes one step ahead of what has been yielded.
 
         Raises:
           UserError: a prompt that the model cannot read.
@@ -57,7 +59,7 @@ class TokenGenerator:
         top_k = self._vocabulary if sampling.top_k is None else min(sampling.top_k, self._vocabulary)
         return (
             ((sampling.seed + np.arange(batch, dtype=np.int64)) % 2**31).astype(np.uint32),
-            np.float32(sampling.temperature or 1.0),
+            np.float32(min(sampling.temperature or 1.0, _HOTTEST)),
             np.int32(top_k),
             np.float32(1.0 if sampling.top_p is None else sampling.top_p),
         )

@@ -8,6 +8,11 @@ import jax.numpy as jnp
 from mhar_jax.errors import UserError
 
 _GREEDY = 1e-6  # float32 logits divided by much less overflow, and the draw would be the likeliest token anyway
+# What a model is said to give whose numbers would otherwise pass for chance.
+NOT_A_NUMBER = (
+    "the model's logits are not numbers (NaN): its parameters or what it computes from them are not finite; if it was "
+    "trained in a wider type, --compute-dtype float32 may help"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +53,7 @@ def draw(
     *,
     method: str,
 ) -> jax.Array:
-    """Tokens int32 [B].
+    """Tokens int32 [B]; -1 where a logit is NaN.
 
     A row's draw depends on its logits, its seed and the step only, so not on the other rows.
 
@@ -59,16 +64,21 @@ def draw(
       temperature, top_p: float32; top_k: int32, at most V.
       method: "greedy", "plain" (temperature only) or "filtered".
     """
+    drawn = _draw(logits, seeds, step, temperature, top_k, top_p, method)
+    return jnp.where(jnp.isnan(logits).any(axis=-1), -1, drawn).astype(jnp.int32)
+
+
+def _draw(logits: jax.Array, seeds, step, temperature, top_k, top_p, method: str) -> jax.Array:
     if method == "greedy":
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return jnp.argmax(logits, axis=-1)
     keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), step))(seeds)
     scaled = logits / temperature
     if method == "plain":
-        return jax.vmap(jax.random.categorical)(keys, scaled).astype(jnp.int32)
+        return jax.vmap(jax.random.categorical)(keys, scaled)
     by_rank, tokens = jax.lax.top_k(scaled, scaled.shape[-1])
     by_rank = jnp.where(jnp.arange(by_rank.shape[-1]) < top_k, by_rank, -jnp.inf)  # by rank: ties do not widen it
     probability = jax.nn.softmax(by_rank, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability  # of all likelier tokens: 0 for the likeliest
     by_rank = jnp.where(before < top_p, by_rank, -jnp.inf)
     chosen = jax.vmap(jax.random.categorical)(keys, by_rank)
-    return jnp.take_along_axis(tokens, chosen[:, None], axis=-1)[:, 0].astype(jnp.int32)
+    return jnp.take_along_axis(tokens, chosen[:, None], axis=-1)[:, 0]

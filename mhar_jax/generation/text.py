@@ -8,7 +8,7 @@ import numpy as np
 from mhar_jax.data.tokenizers import Tokenizer
 from mhar_jax.errors import UserError
 from mhar_jax.generation.engine import TokenGenerator
-from mhar_jax.generation.sampling import Sampling
+from mhar_jax.generation.sampling import NOT_A_NUMBER, Sampling
 
 _BEFORE = 8  # tokens of the prompt that are decoded along: some decoders treat the start of a text differently
 _UNFINISHED = "\ufffd"  # what bytes that are not (yet) a character decode to
@@ -17,10 +17,11 @@ _UNFINISHED = "\ufffd"  # what bytes that are not (yet) a character decode to
 class Characters:
     """The text of a growing list of tokens, without the half character that it may end in."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray):
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] | np.ndarray, *, whole: bool = False):
+        """`whole`: the prompt was text, so that it ends in a character, be it U+FFFD itself."""
         self._tokenizer = tokenizer
         self._ids = [int(i) for i in prompt[-_BEFORE:]]
-        self._told = len(self._whole())
+        self._told = len(tokenizer.decode(self._ids) if whole else self._whole())
 
     def _whole(self) -> str:
         # A cut character decodes to U+FFFD, once or for each byte, which its next bytes take back.
@@ -56,10 +57,10 @@ class StopStrings:
         if self.found:
             return ""
         self._held += text
-        places = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        places = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if places:
             self.found = True
-            told, self._held = self._held[: min(places)], ""
+            told, self._held = self._held[: min(places)[1]], ""  # the first to be complete, however the text comes
             return told
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         keep = next((n for n in range(min(longest, len(self._held)), 0, -1) if self._may_end_in_a_stop(n)), 0)
@@ -88,10 +89,17 @@ class _Row:
     """One prompt's continuation in progress."""
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: np.ndarray, stops: Sequence[str], most: int, context_is_full: bool
+        self,
+        tokenizer: Tokenizer,
+        prompt: np.ndarray,
+        stops: Sequence[str],
+        most: int,
+        *,
+        context_is_full: bool,
+        whole: bool,
     ):
         self._tokenizer, self._most, self._context_is_full = tokenizer, most, context_is_full
-        self._characters, self._stops = Characters(tokenizer, prompt), StopStrings(stops)
+        self._characters, self._stops = Characters(tokenizer, prompt, whole=whole), StopStrings(stops)
         self.completion = Completion("", [], "")
 
     def push(self, token: int) -> str:
@@ -99,6 +107,8 @@ class _Row:
         done = self.completion
         if done.reason:
             return ""
+        if token < 0:
+            raise UserError(NOT_A_NUMBER)
         done.tokens.append(int(token))
         new = ""
         if token == self._tokenizer.eos_id:
@@ -140,7 +150,8 @@ def complete(
       on_text: called with a prompt's index and new text as it comes: whole characters, nothing of a stop string.
 
     Raises:
-      UserError: an empty prompt, one that is not UTF-8 or does not fit the context, a token outside the vocabulary.
+      UserError: an empty prompt, one that is not UTF-8 or does not fit the context, a token outside the vocabulary, a
+        model that gives NaN.
     """
     if max_tokens < 1:
         raise UserError(f"max_tokens must be at least 1, got {max_tokens}")
@@ -151,7 +162,11 @@ def complete(
     except UnicodeEncodeError as error:  # half a surrogate pair, or bytes of the command line that are not UTF-8
         raise UserError(f"the prompt is not text in UTF-8, from its character {error.start}") from None
     context = generator.config.context
-    rows = [_Row(tokenizer, p, stop, min(max_tokens, context - len(p)), context - len(p) < max_tokens) for p in ids]
+    room = [context - len(p) for p in ids]
+    rows = [
+        _Row(tokenizer, p, stop, min(max_tokens, r), context_is_full=r < max_tokens, whole=isinstance(prompt, str))
+        for prompt, p, r in zip(prompts, ids, room, strict=True)
+    ]
     for tokens in generator.steps([p.tolist() for p in ids], max_tokens, sampling or Sampling()):
         for i, (row, token) in enumerate(zip(rows, tokens.tolist(), strict=True)):
             new = row.push(token)

@@ -333,7 +333,7 @@ class Decoder(nnx.Module):
         state = flow.start(x)
         spans = reader.spans() if isinstance(reader, PassReader) else [range(len(sublayers))]
         for span in spans:
-            block = functools.partial(run_block, sublayers_of=span)
+            block: Callable = functools.partial(run_block, sublayers_of=span)
             if remat == "layer" and len(spans) > 1:
                 block = remat_block(block)
             own = slice(span.start, span.stop)

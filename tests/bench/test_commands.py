@@ -91,15 +91,29 @@ def test_a_wrong_first_loss():
     assert training._problem(("mhar", "xla"), {("mhar", "xla"): float("nan")}) is not None
 
 
-def test_decode(tmp_path):
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
+def test_decode(tmp_path, capsys):
+    """Times and their ratio; and, from a trace, the groups of kernels that the time goes to."""
     arguments = ["--batches=2", "--steps=2", "--repeats=3", "--set=model.num_layers=1", f"--out={tmp_path}"]
-    assert bench.main(["decode", "--prefill=1x4", "--prompt=3", *arguments]) == 0
+    profiled = f"--profile={tmp_path / 'traces'}"
+    assert bench.main(["decode", "--prefill=1x4", "--prompt=3", *arguments, profiled]) == 0
     rows = rows_of(tmp_path, "decode")
     named = [(row.of["kind"], row.of["batch"], row.of["variant"]) for row in rows]
     assert named == [(k, b, v) for k, b in (("prefill", 1), ("decode", 2)) for v in ("additive", "mhar")]
     for baseline, row in (rows[:2], rows[2:]):
         assert len(row.samples_ms) == 3
         assert row.metrics["ratio"] == pytest.approx(row.metrics["median_ms"] / baseline.metrics["median_ms"])
+        own, base = (r.metrics["profile"]["groups_ms"] for r in (row, baseline))
+        assert own["routing"] > 3 * base["routing"]
+        for of in (row, baseline):
+            found = of.metrics["profile"]
+            assert sum(found["groups_ms"].values()) == pytest.approx(found["span_ms"])
+            assert min(found["groups_ms"][name] for name in ("matmuls", "attention", "other")) > 0
+            assert any(name.startswith("matmuls: ") for name in of.metrics["kernels_ms"])
+    table = (tmp_path / "decode_profile.md").read_text()
+    assert "| decode batch 2 | mhar | " in table
+    assert table.count("| more than additive | ") == 2
+    assert table.splitlines()[-1] in capsys.readouterr().out
 
 
 def test_all_leaves_out_what_there_is_no_time_for(tmp_path):
@@ -146,6 +160,7 @@ def test_slow_compiles_are_left_out_on_gpus():
         (["training", "--steps=0"], "--steps must be at least 1"),
         (["training", "--implementations=cuda"], "--implementations must be of best, reference"),
         (["training", "--presets=mhar_100m", "--set=batch_size=3"], "multiple of the 8 devices"),
+        (["decode", f"--profile={__file__}"], "--profile must be a directory, got the file"),
         (["decode", "--prefill=8"], "--prefill must be like 8x1024"),
         (["decode", "--batches=none"], "--batches must be positive integers"),
         (["all", "--out=x", "--parts=some"], "--parts must be of routing"),

@@ -1,6 +1,7 @@
 """`python -m mhar_jax.generate` and `evaluate` on a run directory, a pretrained directory, and on bad input."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from mhar_jax import evaluate, generate
 from mhar_jax.config.load import load_config
 from mhar_jax.evaluation.items import read_results
+from tests.evaluation import task_items
 
 HF = Path(__file__).parent.parent / "fixtures" / "hf"
 RUN = """
@@ -91,6 +93,8 @@ def test_generate_streams_one_prompt(run, capsys):
     assert "Docu" + new == out
     tiny, _ = lines(capsys, generate.main, run, "--prompt", "Docu", "--max-tokens", 6, "--temperature", 1e-40)
     assert tiny == out
+    huge, _ = lines(capsys, generate.main, run, "--prompt", "Docu", "--max-tokens", 6, "--temperature", 1e300)
+    assert len(huge) > len("Docu")  # any tokens at all: to float32 the temperature is infinite
     assert "6 tokens, --max-tokens" in err
 
 
@@ -155,6 +159,11 @@ def test_checkpoints_that_are_refused(run, capsys, tmp_path):
         (["--window", "0"], "--window must be at least 1, got 0"),
         (["--text", "/nowhere.txt"], "/nowhere.txt"),
         (["--tasks", ","], "--tasks must name at least one task, with commas between, got ','"),
+        (["--text", "a.txt", "--tasks", "gsm8k"], "give --text or --tasks, not both"),
+        (["--task-data", "x"], "--task-data belongs to --tasks, which was not given"),
+        (["--allow-code"], "--allow-code belongs to --tasks, which was not given"),
+        (["--tasks", "gsm8k", "--num-fewshot", "-1"], "--num-fewshot must be at least 0, got -1"),
+        (["--out", "/nowhere/out.json"], "--out must be a file in a directory that exists, got /nowhere/out.json"),
         (["--tasks", ""], "--tasks must name at least one task, with commas between, got ''"),
     ],
 )
@@ -174,3 +183,38 @@ def test_help_shows_every_argument_with_type_and_default(command, capsys):
     text = capsys.readouterr().out
     assert "default" in text
     assert "--" in text
+
+
+METRICS = {
+    "gsm8k": {"exact_match,strict-match", "exact_match,flexible-extract"},
+    "mbpp": {"pass_at_1,none"},
+    "humaneval": {"pass@1,create_test"},
+    "minerva_math_algebra": {"exact_match,none", "math_verify,none"},
+    "wikitext": {"word_perplexity,none", "byte_perplexity,none", "bits_per_byte,none"},
+    "lambada_openai": {"perplexity,none", "acc,none"},
+    "hellaswag": {"acc,none", "acc_norm,none"},
+    "mmlu_anatomy": {"acc,none"},
+    "gpqa_main_zeroshot": {"acc,none", "acc_norm,none"},
+}
+
+
+@pytest.mark.filterwarnings("default")  # of the harness and what it imports
+@pytest.mark.parametrize(
+    "task", [name if name == "lambada_openai" else pytest.param(name, marks=pytest.mark.exhaustive) for name in METRICS]
+)
+def test_evaluate_runs_the_harness_task_files(run, capsys, tmp_path, task):
+    """From a routed checkpoint to the table: every metric that the task file asks for, and every item on disk."""
+    pytest.importorskip("lm_eval", reason="the harness is the extra `eval`")
+    if task == "minerva_math_algebra":
+        pytest.importorskip("math_verify", reason="it comes with lm-eval[math], which the extra `eval` names")
+    data, out = task_items.write(tmp_path / "data"), tmp_path / "out.json"
+    places = [f"--task-dir={task_items.task_files(task)}", f"--task-data={data}", f"--out={out}"]
+    shown, _ = lines(capsys, evaluate.main, run, f"--tasks={task}", "--offline", "--allow-code", *places)
+    results = read_results(out)
+    measured = {name for name in results.summary[task] if "," in name and "_stderr" not in name}
+    assert measured == METRICS[task]
+    for name in measured:
+        metric, name_filter = name.split(",")
+        assert re.search(rf"^{task} .* {name_filter} +{re.escape(metric)} [↑↓] +\d", shown, re.MULTILINE)
+    asked = list(task_items.ITEMS[task].values())[-1]
+    assert len(results.items) == len(asked)

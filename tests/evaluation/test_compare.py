@@ -317,3 +317,48 @@ def test_gain_over_a_baseline_that_does_not_fall(tmp_path, capsys):
     error = capsys.readouterr().err
     assert "the baseline's loss does not fall with compute: 3.1000 at" in error
     assert error.count("\n") == 1
+
+
+def test_results_that_no_evaluation_wrote(tmp_path, capsys):
+    """Items twice, metrics that are no numbers, one item, no words: each is a sentence, none a test."""
+    good = results([{"acc": 1.0}, {"acc": 0.0}])
+    write_results(good, tmp_path / "good")
+
+    def against(other):
+        write_results(other, tmp_path / "other")
+        code = main([str(tmp_path / "good"), str(tmp_path / "other")])
+        found = capsys.readouterr()
+        return code, found.out + found.err
+
+    twice = dataclasses.replace(good, items=[*good.items, good.items[0]])
+    code, said = against(twice)
+    assert (code, "NOT PAIRED: 1 items of somewhere are there twice" in said) == (0, True)
+    for metric in (None, "1", [1.0, 2.0, 3.0]):
+        code, said = against(results([{"acc": 1.0}, {"acc": metric}]))
+        assert code == 2
+        assert f"the metric acc of an item must be a number or a pair of them, got {metric!r}" in said
+        assert said.count("\n") == 1
+    for one, why in ((1.5, "there is one item"), (Weighted(-3.0, 2.0), "there is one item")):
+        write_results(results([{"word_perplexity": one}]), tmp_path / "good")
+        assert why in against(results([{"word_perplexity": one}]))[1]
+    none = [{"word_perplexity": Weighted(-3.0, 0.0)}] * 3
+    write_results(results(none), tmp_path / "good")
+    assert "some items have no words or bytes, so there is no test" in against(results(none))[1]
+
+
+def test_the_same_twice_by_other_names(tmp_path, runs, capsys):
+    (tmp_path / "link").symlink_to(runs / "additive-1")
+    write_results(results([{"acc": 1.0}]), tmp_path / "a.json")
+    for pair in (
+        (runs / "additive-1", tmp_path / "link"),
+        (tmp_path / "a.json", tmp_path / "." / ".." / tmp_path.name / "a.json"),
+    ):
+        assert main([str(path) for path in pair]) == 2
+        assert capsys.readouterr().err == "error: a run or file is given twice\n"
+
+
+def test_other_prompts_are_other_questions():
+    """The same document after other examples: the harness's hash of the prompt tells."""
+    sample = {"doc_id": 0, "doc": {"q": "a"}, "metrics": ["acc"], "acc": 1.0}
+    hashes = [items_of_harness({"t": [sample | {"prompt_hash": h}]})[0].content for h in ("x", "x", "y")]
+    assert hashes[0] == hashes[1] != hashes[2]

@@ -246,6 +246,25 @@ def test_long_answers_leave_half_of_the_context_to_the_prompt(monkeypatch, caplo
     caplog.clear()
     assert lengths(10) == [54, 4]
     assert not caplog.text
+    beams = {"until": ["\n"], "max_gen_toks": 3, "do_sample": False, "num_beams": 4}
+    model.generate_until([Instance("generate_until", {}, ("x", beams), 0)], disable_tqdm=True)
+    assert "generation settings without effect here: num_beams" in caplog.text
+
+
+def test_a_request_that_is_there_several_times_is_drawn_anew_each_time():
+    """HumanEval's pass@64 asks 64 times the same; batches begin no seeds again, and their size does not matter."""
+    from lm_eval.api.instance import Instance
+
+    from mhar_jax.evaluation.harness import HarnessModel
+
+    options = {"until": ["\n"], "max_gen_toks": 6, "do_sample": True, "temperature": 2.0}
+    said = []
+    for batch_tokens in (64, 256):
+        model = HarnessModel(placed(tiny_model()), BYTES, batch_tokens=batch_tokens)
+        asked = [Instance("generate_until", {}, ("x", options), 0) for _ in range(16)]
+        said.append(model.generate_until(asked, disable_tqdm=True))
+    assert said[0] == said[1]
+    assert len(set(said[0])) > 12
 
 
 def prefixed(logits, text):
@@ -305,3 +324,21 @@ def test_a_stopped_run_goes_on(tasks, tmp_path):
     assert 0 < asked[1] < 12
     model.scorer.batches = score
     assert results == run_tasks(model, ["tiny_last"], task_directory=str(tasks), offline=True)["results"]["tiny_last"]
+
+
+def test_another_model_does_not_get_kept_answers(tasks, tmp_path):
+    """One name of a cache, two models that differ in one number: each gives its own figures."""
+    from mhar_jax.evaluation.harness import HarnessModel, run_tasks
+
+    def perplexity(params, cache):
+        model = HarnessModel(placed(tiny_model()), BYTES, batch_tokens=256)
+        model.scorer.placed.params = params
+        results = run_tasks(model, ["tiny_last"], task_directory=str(tasks), offline=True, cache=cache)
+        return results["results"]["tiny_last"]["perplexity,none"]
+
+    params = placed(tiny_model()).params
+    other = {**params, "final_norm": params["final_norm"].at[0].mul(-1.0)}
+    cache = str(tmp_path / "answers")
+    found = [perplexity(p, cache) for p in (params, other, params)]
+    assert found[0] == found[2] != found[1]
+    assert len(list(tmp_path.iterdir())) == 2

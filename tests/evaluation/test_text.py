@@ -12,7 +12,7 @@ from inference_helpers import placed, tiny_model
 from mhar_jax.data.tokenizers import ByteTokenizer
 from mhar_jax.errors import UserError
 from mhar_jax.evaluation.scoring import Scorer
-from mhar_jax.evaluation.text import score_documents, sliding_windows
+from mhar_jax.evaluation.text import TextReport, TextScore, score_documents, sliding_windows
 from model_helpers import jit
 
 BYTES = ByteTokenizer()
@@ -132,3 +132,19 @@ def test_what_is_refused(scorer):
         scorer([np.zeros(66, int)])
     with pytest.raises(UserError, match="token 300 is outside the model's vocabulary of 257"):
         scorer([np.array([1, 300])])
+
+
+def test_one_long_word_has_an_infinite_perplexity():
+    """A page without white space is a word of thousands of nats."""
+    report = TextReport([TextScore(nll=6000.0, tokens=1000, num_bytes=1000, words=1)])
+    assert report.word_perplexity == math.inf
+    assert report.perplexity == pytest.approx(math.exp(6))
+    assert TextReport([TextScore(3000.0, 3, 1, 1)]).byte_perplexity == math.inf
+
+
+def test_a_model_that_gives_no_numbers_is_refused():
+    """Its accuracies would be those of chance."""
+    broken = placed(tiny_model(num_layers=1))
+    broken.params = jax.tree.map(lambda x: x * jnp.nan, broken.params)
+    with pytest.raises(UserError, match="the model's logits are not numbers"):
+        Scorer(broken)([np.array([1, 2, 3])])

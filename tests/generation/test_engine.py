@@ -55,6 +55,14 @@ def test_greedy_equals_whole_passes(generator):
         row.append(int(token))
 
 
+@pytest.mark.parametrize("method", ["greedy", "plain", "filtered"])
+def test_a_logit_that_is_no_number_draws_no_token(method):
+    logits = jnp.zeros((3, 5)).at[1, 4].set(jnp.nan).at[2, 3].set(-jnp.inf)
+    found = draw(logits, jnp.zeros(3, jnp.uint32), jnp.int32(0), 1.0, np.int32(3), 0.9, method=method)
+    assert found[1] == -1
+    assert min(found[0], found[2]) >= 0
+
+
 @pytest.mark.parametrize(
     "sampling", [pytest.param({}, marks=pytest.mark.slow), {"temperature": 1.5, "top_k": 20, "top_p": 0.9}]
 )

@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mhar_jax.data.tokenizers import ByteTokenizer
@@ -53,6 +53,12 @@ def test_a_prompt_that_ends_inside_a_character():
     assert characters.push(ord("y")) == "y"
 
 
+def test_a_prompt_that_ends_in_the_replacement_character():
+    """It is a character of the prompt, not half of one, and is not said again."""
+    found = complete(Script("b é"), BYTES, ["a\ufffd"])[0]
+    assert found.text == "b é"
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.text(max_size=80), st.lists(st.integers(0, 255), max_size=12))
 def test_any_text_and_any_bytes_come_out_as_they_decode(text, junk):
@@ -81,16 +87,18 @@ def test_the_stop_string_that_comes_first_counts_and_an_unfinished_one_is_text()
 
 
 @settings(max_examples=100, deadline=None)
+@example("xabcx", ["abc", "b"], 5)
+@example("xabcx", ["abc", "b"], 1)
 @given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
 def test_stops_equal_a_search_in_the_whole_text_however_it_is_cut(text, stops, size):
     scanner, told = StopStrings(stops), ""
     for start in range(0, len(text), size):
         told += scanner.push(text[start : start + size])
         full = text[: start + size]
-        first = min((at for s in stops if (at := full.find(s)) >= 0), default=None)
+        first = min(((at + len(s), at) for s in stops if (at := full.find(s)) >= 0), default=None)
         assert scanner.found == (first is not None)
         if first is not None:
-            assert told == full[:first]
+            assert told == full[: first[1]]  # of the one that is complete first
             return
         assert full.startswith(told)
         for held in range(len(full)):  # nothing that may still become a stop string has been told
@@ -107,6 +115,17 @@ def test_rows_end_by_themselves_and_the_batch_when_all_have():
     script = Script("a" * 50, "a" * 50, context=10)
     found = complete(script, BYTES, ["123", "12345678"], max_tokens=100)
     assert [(len(c.tokens), c.reason) for c in found] == [(7, "context"), (2, "context")]
+
+
+def test_a_model_that_gives_no_numbers_is_refused_but_not_in_rows_that_are_done():
+    """-1 stands for a token of NaN."""
+    script = Script("ab", "abcd")
+    steps = [np.array(row) for row in ((97, 97), (256, 98), (-1, 99), (-1, 256))]
+    script.steps = lambda *_: iter(steps)
+    assert [c.text for c in complete(script, BYTES, ["p", "q"])] == ["a", "abc"]
+    steps[1] = np.array((256, -1))
+    with pytest.raises(UserError, match="the model's logits are not numbers"):
+        complete(script, BYTES, ["p", "q"])
 
 
 def test_what_is_refused():
