@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -26,6 +27,10 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
             return _say(error, 2)
         except KeyboardInterrupt:
             return _say("interrupted", 130)
+        except (MemoryError, RuntimeError) as error:
+            if (sentence := out_of_memory(error)) is None:
+                raise
+            return _say(sentence, 2)
         except NotImplementedError as error:
             from mhar_kernels import UnsupportedInputError
 
@@ -39,6 +44,18 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
 def _say(what: Any, code: int) -> int:
     print(f"error: {one_line(what, 1000)}", file=sys.stderr)
     return code
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """What to say of an error that means that memory did not suffice; None of any other.
+
+    XLA has no class for it: its `RuntimeError`s begin with a code, and not always with the one made for this.
+    """
+    asked = re.search(r"(?i:out of memory)[^.]*?(\d+) bytes", str(error))
+    if not isinstance(error, MemoryError) and not asked and "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    size = f", which was asked for {int(asked[1]) / 1e9:,.1f} GB at once" if asked else ""
+    return f"out of memory{size}: smaller batches or a smaller model are needed, or more devices to share it (mesh.fsdp)"
 
 
 @contextlib.contextmanager

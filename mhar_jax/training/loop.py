@@ -25,7 +25,7 @@ from mhar_jax.training.checkpoints import Checkpoints, merge_data_states
 from mhar_jax.training.compiling import watch_compiling
 from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress, check_wandb
 from mhar_jax.training.reports import Clock, Evaluation, Reports, due
-from mhar_jax.training.run_directory import prepare_run_dir, write_file
+from mhar_jax.training.run_directory import prepare_run_dir, unless_it_fails, write_file
 from mhar_jax.training.start import read_start
 from mhar_jax.training.step import State, Trainer, evaluated_params, make_trainer
 
@@ -61,6 +61,7 @@ def train(config: Config) -> None:
         resources.enter_context(contextlib.closing(iterator))
 
         # ---- Run directory: from here on the run leaves traces. Each process looks, the first one writes.
+        begun = resources.enter_context(unless_it_fails(config.run_dir, write=first_process))
         run_dir = prepare_run_dir(config.run_dir, write=first_process)
         checkpoints = resources.enter_context(Checkpoints(run_dir, keep=config.checkpoint.keep))
 
@@ -87,6 +88,7 @@ def train(config: Config) -> None:
         def save(state: State) -> None:
             reports.flush()  # a loss that is not finite stops here, before it is saved
             checkpoints.save(state, config, merge_data_states(iterator.get_state()), str(data["fingerprint"]))
+            begun()
 
         # ---- Loop. The numbers of a step are read after the next one is dispatched: the device never waits for us.
         if start == 0:
@@ -104,6 +106,8 @@ def train(config: Config) -> None:
                 state, metrics = trainer.step(state, tokens)
             reports.add(step, metrics)
             profiler.after(step, metrics)
+            if step > start + 1:  # the numbers of the first step have been read
+                begun()
             progress.advance()
             got_further()
             last, stop = step == config.steps, terminated(step)

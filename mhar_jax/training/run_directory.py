@@ -1,12 +1,16 @@
 """A run directory's files beside metrics and checkpoints: whether it may be used, and how they are written and read."""
 
+import contextlib
 import json
 import os
 import pathlib
+from collections.abc import Callable, Iterator
 
 from mhar_jax.config.load import make_config, read_file
 from mhar_jax.errors import UserError, writing
 from mhar_jax.training.metrics import holds_metrics
+
+_FILES = ("config.yaml", "data.json", "metrics.jsonl", "routing.png")
 
 
 def prepare_run_dir(path: str, *, write: bool = True) -> pathlib.Path:
@@ -30,6 +34,28 @@ def prepare_run_dir(path: str, *, write: bool = True) -> pathlib.Path:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"run_dir {run_dir} cannot be written: {reason}; choose another run_dir") from None
     return run_dir
+
+
+@contextlib.contextmanager
+def unless_it_fails(path: str, *, write: bool = True) -> Iterator[Callable[[], None]]:
+    """Inside, a run begins; where that fails, what it wrote so far is taken away again. Called: it has begun.
+
+    Only what was not there before goes, and never a checkpoint.
+    """
+    run_dir = pathlib.Path(path).expanduser()
+    made = [p for p in (run_dir, *run_dir.parents) if not p.exists()]  # before anything is written
+    files = [p for p in map(run_dir.joinpath, _FILES) if not p.exists()]
+    begun: list[bool] = []
+    try:
+        yield lambda: begun.append(True)
+    except BaseException:
+        if write and not begun:
+            for file in files:
+                file.unlink(missing_ok=True)
+            for directory in (run_dir / "checkpoints", *made):
+                with contextlib.suppress(OSError):  # not empty, or never made
+                    directory.rmdir()
+        raise
 
 
 def _check_own(run_dir: pathlib.Path) -> None:
