@@ -75,7 +75,7 @@ def merge(
     """See `schedule.Stages`."""
     shape = Shape.of(plan, source)
     fused = norm is not None and _fuses_norm(source.dtype)
-    partial = outside if outside is not None else map(unused, (jnp.int16, jnp.float32, jnp.float32))
+    partial = outside if outside is not None else _no_partial(shape)
     old = history[3:]
     *buffers, read, rest, mix_rms = call(
         shape,
@@ -117,11 +117,11 @@ def merge(
 
 
 def mix(plan: Plan, history: History, block: range) -> list[jax.Array]:
-    """See `schedule.Stages`: int16 [S, T, D], normalised; float32 [S, T, H], its unit and its log-sum-exp."""
+    """See `schedule.Stages`: `Shape.partial`, with the log-sum-exp."""
     assert history.sources is not None
     shape = Shape.of(plan, history.sources[0])
     return triton_stage_calls.mix(
-        shape, history.sources, history.inverse_rms, history.high, history.low, block.start, len(block), jnp.int16
+        shape, history.sources, history.inverse_rms, history.high, history.low, block.start, len(block)
     )
 
 
@@ -146,7 +146,7 @@ def begin(plan: Plan, history: History) -> Later:
 
 
 def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Later, Any]:
-    """See `schedule.Stages`: [S, T, D] short of the term in the source's own direction, and Σ dl l [S, T, H]."""
+    """See `schedule.Stages`: `Shape.partial`, short of the term in the source's own direction, with Σ dl l."""
     assert history.sources is not None
     shape = Shape.of(plan, history.sources[0])
     keys, *partial = triton_stage_calls.pull(
@@ -161,7 +161,7 @@ def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Late
         later.keys,
         block.start,
         len(block),
-        outputs=[shape.later()[2], *shape.partial()],
+        outputs=[shape.later()[2], *shape.partial(wide=False)],
         aliases={7: 0},
     )
     return later._replace(keys=keys), tuple(partial)
@@ -188,7 +188,7 @@ def finish(
     elif kept.mix is not None:
         read = kept.mix
         cotangent, d_norm = pre_norm.pull(read, norm, plan.norm_eps, cotangent)
-    partial, shared = outside if outside is not None else (unused(shape.dtype), unused(jnp.float32))
+    partial = outside if outside is not None else _no_partial(shape)
     first = site == plan.num_sites - 1
     *buffers, d_source = call(
         shape,
@@ -204,8 +204,7 @@ def finish(
             history.inverse_rms,
             history.lse,
             history.logits,
-            partial,
-            shared,
+            *partial,
             *(unused(o.dtype) if a is None else a for a, o in zip(later, shape.later(), strict=True)),
             shape.tokens,
             site,
@@ -216,7 +215,7 @@ def finish(
         {**shape.rows(), "NORM": fused, "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
         (shape.tokens,),
         warps=shape.row_warps,
-        aliases={} if first else {12 + i: i for i in range(3)},
+        aliases={} if first else {13 + i: i for i in range(3)},
     )
     return Later(*buffers), d_source.reshape(read.shape), d_norm
 
@@ -238,6 +237,11 @@ def _safe(scale: jax.Array | None) -> jax.Array:
     if scale is None:
         return unused(jnp.float32)
     return jnp.where(jnp.abs(scale) < 1e-20, 1e-20, scale)
+
+
+def _no_partial(shape: Shape) -> tuple[jax.Array, ...]:
+    """Stands for what a block's pass would leave, where there is none."""
+    return unused(shape.dtype), unused(jnp.int8), unused(jnp.float32)
 
 
 def _none(dtype) -> jax.ShapeDtypeStruct:

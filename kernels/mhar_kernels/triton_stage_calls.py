@@ -62,6 +62,11 @@ class Shape(NamedTuple):
         return first, max(16, power_of_two(left)) if left > 0 else 0, count
 
     @property
+    def mantissa(self) -> int:
+        """Bits of the storage dtype's mantissa."""
+        return jnp.finfo(self.dtype).nmant
+
+    @property
     def row_warps(self) -> int:
         """Of kernels that hold whole rows: up to 20 features a lane. (16 at D 512, where two warps were slower.)"""
         return min(16, max(1, power_of_two(-(-self.dim // 640))))
@@ -95,10 +100,12 @@ class Shape(NamedTuple):
             jax.ShapeDtypeStruct((t, h, n, self.padded), jnp.float32),
         ]
 
-    def partial(self, dtype: Any = None) -> list[jax.ShapeDtypeStruct]:
-        """Of what a block's pass leaves for its sites, in the storage dtype or another."""
-        rows = jax.ShapeDtypeStruct((self.block, self.tokens, self.dim), dtype or self.dtype)
-        return [rows, jax.ShapeDtypeStruct((self.block, self.tokens, self.num_heads), jnp.float32)]
+    def partial(self, wide: bool) -> list[jax.ShapeDtypeStruct]:
+        """Of what a block's pass leaves for its sites: rows, float32 or as 24 bits in two arrays; a number a head."""
+        place = (self.block, self.tokens, self.dim)
+        rows = jax.ShapeDtypeStruct(place, jnp.float32 if wide else self.dtype)
+        rest = jax.ShapeDtypeStruct((1,) if wide else place, jnp.int8)
+        return [rows, rest, jax.ShapeDtypeStruct((self.block, self.tokens, self.num_heads), jnp.float32)]
 
     def rows(self) -> dict[str, Any]:
         """Constants of kernels that hold whole rows, as tiles [HB, 1, L]."""
@@ -108,9 +115,8 @@ class Shape(NamedTuple):
         while width > 1 and -(-self.head_dim // width) * width > 1.1 * self.head_dim:
             width //= 2
         sizes = {"D": self.dim, "H": self.num_heads, "K": self.head_dim, "HB": heads, "L": width}
-        mantissa = {"MANTISSA": 10 if self.dtype == jnp.float16 else 7}
         depth = {"N": self.depth, "NP": self.padded, "S": self.block}
-        return {**sizes, **depth, **mantissa, "C": -(-self.head_dim // width)}
+        return {**sizes, **depth, "MANTISSA": self.mantissa, "C": -(-self.head_dim // width)}
 
     def sizes(self) -> dict[str, int]:
         """Constants of every kernel that takes a head at a time."""
@@ -119,7 +125,8 @@ class Shape(NamedTuple):
     def heads(self) -> dict[str, Any]:
         """Constants of kernels that hold one head of several rows."""
         first, second, count = self.chunks
-        return {**self.sizes(), "K1": first, "K2": second, "C1": count, "C": count + (second > 0)}
+        chunks = {"K1": first, "K2": second, "C1": count, "C": count + (second > 0)}
+        return {**self.sizes(), **chunks, "MANTISSA": self.mantissa}
 
 
 def call(
@@ -148,22 +155,19 @@ def call(
 
 
 def mix(
-    shape: Shape, sources: Any, inverse_rms: Any, high: Any, low: Any, start: int, sites: int, dtype: Any
+    shape: Shape, sources: Any, inverse_rms: Any, high: Any, low: Any, start: int, sites: int, *, wide: bool = False
 ) -> list[jax.Array]:
-    """What the first `start` sources give to `sites` sites from `start` on, normalised, and its log-sum-exp.
+    """What the first `start` sources give to `sites` sites from `start` on, normalised: `Shape.partial`, with the lse.
 
     sources: [.., T, D]. inverse_rms: float32 [T, NP]. high, low: effective queries [N, D] as two storage numbers.
-    dtype: of the mixes: float32, or int16 (`triton_stage_heads._in_units`).
-
-    Returns: mixes [S, T, D]; units float32 [S, T, H], or unused; log-sum-exp float32 [S, T, H].
+    wide: float32 rows.
     """
     together = shape.together("mix")
-    rows, numbers = shape.partial(dtype)
     return call(
         shape,
         triton_stage_heads.mix_kernel,
         [sources, inverse_rms, high, low, shape.tokens, start, sites],
-        [rows, numbers if dtype == jnp.int16 else jax.ShapeDtypeStruct((1,), jnp.float32), numbers],
+        shape.partial(wide),
         {**shape.heads(), "SB": together, "STAGES": _STAGES["mix"]},
         (-(-shape.tokens // (16 // together)) * shape.num_heads, -(-sites // together)),
         warps=shape.head_warps,
@@ -190,8 +194,8 @@ def pull(
     """What the sites from start + count on give to `count` sources from `start` on.
 
     lse, deltas: float32 [T, H, NP]. cotangents: [.., T, D], of sites from `skipped` on. outputs: float32 keys
-    [T, H, .., NP] (dl r of each source and site), the gradients [S, T, D] short of the term in the source's own
-    direction, and Σ dl l [S, T, H].
+    [T, H, .., NP] (dl r of each source and site), the gradients short of the term in the source's own direction
+    and Σ dl l (`Shape.partial`).
     """
     together = shape.together("pull")
     return call(

@@ -19,6 +19,8 @@ together. In-place buffers are outputs that alias an input, named `unused_*` her
 import triton
 import triton.language as tl
 
+from mhar_kernels.triton_kernels import _near_and_rest
+
 
 @triton.jit
 def _split(x, like):
@@ -84,32 +86,31 @@ def _add_rows(acc, weights, rows, C: tl.constexpr):
 
 
 @triton.jit
-def _unit(rows, K: tl.constexpr, C: tl.constexpr):
-    """The unit [R] of each row's integers; 0 where over a quarter of its K features would drown beside the largest."""
-    largest = tl.zeros((rows[0].shape[0],), tl.float32)
-    for c in tl.static_range(C):
-        largest = tl.maximum(largest, tl.max(tl.abs(rows[c]), axis=1))
-    near = tl.zeros((rows[0].shape[0],), tl.int32)
-    for c in tl.static_range(C):
-        near += tl.sum((tl.abs(rows[c]) > largest[:, None] / 128).to(tl.int32), axis=1)
-    return tl.where(near * 4 < K * 3, 0.0, tl.maximum(largest, 1e-30) / 32767)
-
-
-@triton.jit
-def _in_units(rows, unit, dtype: tl.constexpr, C: tl.constexpr):
-    """float32 rows as 16-bit integers of their units; where that is 0, the bits of numbers of `dtype`.
-
-    Integers keep 2**-16 of a head's largest number where bfloat16 keeps 2**-9 of each: with a rounded mix, Δ would be
-    off, and what sources have in common would not cancel in the gradients of queries (README.md).
-    """
-    words = ()
-    inverse = 1.0 / tl.where(unit == 0, 1.0, unit)
-    for c in tl.static_range(C):
-        scaled = rows[c] * inverse[:, None]
-        whole = (scaled + tl.where(scaled < 0, -0.5, 0.5)).to(tl.int32).to(tl.int16)
-        bits = rows[c].to(dtype).to(tl.int16, bitcast=True)
-        words = words + (tl.where((unit == 0)[:, None], bits, whole),)
-    return words
+def _store_whole(
+    rows,
+    rest,
+    exists,
+    chunks,
+    dtype: tl.constexpr,
+    K: tl.constexpr,
+    K1: tl.constexpr,
+    K2: tl.constexpr,
+    C1: tl.constexpr,
+    C: tl.constexpr,
+    MANTISSA: tl.constexpr,
+):
+    """Rows [R, K] that other kernels go on with: float32, or as 24 bits (`_near_and_rest`)."""
+    if rows.dtype.element_ty == tl.float32:
+        _store_chunks(rows, exists, chunks, K, K1, K2, C1, C)
+    else:
+        near = ()
+        lost = ()
+        for c in tl.static_range(C):
+            pair = _near_and_rest(chunks[c], dtype, MANTISSA)
+            near = near + (pair[0],)
+            lost = lost + (pair[1],)
+        _store_chunks(rows, exists, near, K, K1, K2, C1, C)
+        _store_chunks(rest, exists, lost, K, K1, K2, C1, C)
 
 
 @triton.jit
@@ -121,8 +122,8 @@ def mix_kernel(
     tokens,
     start,  # first site of the block: so many sources lie before it
     sites,  # of the block
-    outside,  # [S, T, D]: float32, or int16 (see `_in_units`)
-    outside_unit,  # float32 [S, T, H], or unused
+    outside,  # [S, T, D]: float32, or in the storage dtype with
+    outside_rest,  # int8 [S, T, D]: what that takes from it
     outside_lse,  # float32 [S, T, H]
     D: tl.constexpr,
     H: tl.constexpr,
@@ -133,6 +134,7 @@ def mix_kernel(
     K2: tl.constexpr,
     C1: tl.constexpr,
     C: tl.constexpr,
+    MANTISSA: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Some tokens and a head a program: all sites of a block over all sources before it, normalised.
@@ -185,12 +187,12 @@ def mix_kernel(
     out = ()
     for c in tl.static_range(C):
         out = out + (acc[c] / z[:, None],)
-    if outside.dtype.element_ty == tl.int16:
-        unit = _unit(out, K, C)
-        tl.store(outside_unit + at, unit, mask=here)
-        out = _in_units(out, unit, sources.dtype.element_ty, C)
-    rows = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
-    _store_chunks(rows, here[:, None], out, K, K1, K2, C1, C)
+    place = s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
+    if outside.dtype.element_ty == tl.float32:
+        rest = outside_rest
+    else:
+        rest = outside_rest + place
+    _store_whole(outside + place, rest, here[:, None], out, sources.dtype.element_ty, K, K1, K2, C1, C, MANTISSA)
     tl.store(outside_lse + at, m + tl.log(z), mask=here)
 
 
@@ -211,7 +213,8 @@ def pull_kernel(
     skipped,
     rows,  # of `keys`
     keys,  # float32 [T, H, rows, NP], in place
-    outside,  # [S, T, D]
+    outside,  # [S, T, D]: float32, or in the storage dtype with
+    outside_rest,  # int8 [S, T, D]
     outside_shared,  # float32 [S, T, H]
     D: tl.constexpr,
     H: tl.constexpr,
@@ -222,6 +225,7 @@ def pull_kernel(
     K2: tl.constexpr,
     C1: tl.constexpr,
     C: tl.constexpr,
+    MANTISSA: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Some tokens and a head a program: the gradients of all sources of a block from all sites behind it.
@@ -267,9 +271,16 @@ def pull_kernel(
         shared += tl.sum(dl * logit, axis=1)
         key = dl * r
         tl.store(keys + ((t * H + h) * rows + n)[:, None] * NP + i[None, :], key, mask=both)
-        acc = _add_rows(acc, key.to(qh[0].dtype), qh, C)
-    out = outside + s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
-    _store_chunks(out, here[:, None], acc, K, K1, K2, C1, C)
+        kh, kl = _split(key, qh[0])
+        acc = _add_rows(acc, kh, qh, C)
+        acc = _add_rows(acc, kl, qh, C)
+        acc = _add_rows(acc, kh, ql, C)
+    place = s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
+    if outside.dtype.element_ty == tl.float32:
+        rest = outside_rest
+    else:
+        rest = outside_rest + place
+    _store_whole(outside + place, rest, here[:, None], acc, sources.dtype.element_ty, K, K1, K2, C1, C, MANTISSA)
     tl.store(outside_shared + (s.to(tl.int64) * tokens + t) * H + h, shared, mask=here)
 
 

@@ -15,7 +15,7 @@ together. In-place buffers are outputs that alias an input, named `unused_*` her
 import triton
 import triton.language as tl
 
-from mhar_kernels.triton_kernels import _load_row, _rest_unit, _store_row
+from mhar_kernels.triton_kernels import _load_row, _near_and_rest, _store_row, _whole
 
 
 @triton.jit
@@ -40,8 +40,8 @@ def merge_kernel(
     source,  # [T, D]: the source of this site
     queries,  # float32 [N, D]: effective
     scale,  # float32 [D]: of the norm that the mix goes through, or unused
-    outside,  # int16 [S, T, D]: `mix` of the block, or unused; with
-    outside_unit,  # float32 [S, T, H]
+    outside,  # [S, T, D]: `mix` of the block, or unused; with
+    outside_rest,  # int8 [S, T, D]: what rounding took from it
     outside_lse,  # float32 [S, T, H]
     unused_sources,
     unused_rms,
@@ -88,8 +88,9 @@ def merge_kernel(
     if OUTSIDE:
         at = ((site - start) * tl.cast(tokens, tl.int64) + t) * H + heads
         before = tl.load(outside_lse + at, mask=heads < H, other=-1e30)
-        unit = tl.load(outside_unit + at, mask=heads < H, other=0.0)
-        part = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C, outside.dtype.element_ty)
+        place = (site - start) * stride + t * D
+        part = _load_row(outside + place, H, K, HB, L, C, outside.dtype.element_ty)
+        part_rest = _load_row(outside_rest + place, H, K, HB, L, C, tl.int8)
     m = tl.full((HB, 1, 1), -1e30, tl.float32)
     z = tl.zeros((HB, 1, 1), tl.float32)
     acc = ()
@@ -130,12 +131,9 @@ def merge_kernel(
     if OUTSIDE:
         p = tl.exp(before - top)
         z += p
-        whole = unit != 0  # integers, or numbers of the storage dtype (`triton_stage_heads._in_units`)
-        p *= tl.where(whole, unit, 1.0)
         more = ()
         for c in tl.static_range(C):
-            near = part[c].to(read.dtype.element_ty, bitcast=True).to(tl.float32)
-            more = more + (acc[c] + tl.where(whole, part[c].to(tl.float32), near) * p,)
+            more = more + (acc[c] + _whole(part[c], part_rest[c], MANTISSA) * p,)
         acc = more
     m = top
     exact = ()
@@ -154,11 +152,9 @@ def merge_kernel(
     out = ()
     lost = ()
     for c in tl.static_range(C):
-        rounded = exact[c].to(read.dtype.element_ty)
-        near = rounded.to(tl.float32)
-        units = (exact[c] - near) / (_rest_unit(near, MANTISSA) * 2.0**8)
-        out = out + (rounded,)
-        lost = lost + (tl.minimum(tl.maximum(units, -127.0), 127.0).to(tl.int32),)
+        pair = _near_and_rest(exact[c], read.dtype.element_ty, MANTISSA)
+        out = out + (pair[0],)
+        lost = lost + (pair[1],)
     _store_row(read + t * D, out, H, K, HB, L, C)
     if KEEP:
         _store_row(rest + t * D, lost, H, K, HB, L, C)
@@ -177,7 +173,8 @@ def finish_kernel(
     inverse_rms,  # float32 [T, NP]
     lse,  # float32 [T, H, NP]
     logits,  # float32 [T, N, S, H]
-    outside,  # [S, T, D]: `pull` of the block, or unused
+    outside,  # [S, T, D]: `pull` of the block, or unused; with
+    outside_rest,  # int8 [S, T, D]
     outside_shared,  # float32 [S, T, H]
     unused_cotangents,
     unused_deltas,
@@ -221,18 +218,17 @@ def finish_kernel(
     own_logit = tl.load(own + site * (S * H), mask=exists, other=0.0)
     own_lse = tl.load(lse + at + site, mask=exists, other=0.0)
     if OUTSIDE:
-        acc = _load_row(outside + (site - start) * stride + t * D, H, K, HB, L, C)
+        place = (site - start) * stride + t * D
+        pulled = _load_row(outside + place, H, K, HB, L, C, outside.dtype.element_ty)
+        pulled_rest = _load_row(outside_rest + place, H, K, HB, L, C, tl.int8)
         shared = tl.load(
             outside_shared + ((site - start) * tl.cast(tokens, tl.int64) + t) * H + heads, mask=exists, other=0.0
         )
     else:
-        acc = ()
-        for c in tl.static_range(C):
-            acc = acc + (tl.zeros((HB, 1, L), tl.float32),)
         shared = tl.zeros((HB, 1, 1), tl.float32)
     exact = ()
     for c in tl.static_range(C):
-        exact = exact + (near[c] + lost[c] * (_rest_unit(near[c], MANTISSA) * 2.0**8),)
+        exact = exact + (_whole(near[c], lost[c], MANTISSA),)
     if NORM:  # back through it; what was read, over scale and inverse RMS, is the mix
         w = _load_row(scale, H, K, HB, L, C)
         inverse = tl.load(mix_rms + t)
@@ -253,10 +249,14 @@ def finish_kernel(
     dl = tl.where(exists, p * (_dot_rows(d_out, v, HB, L, C) - delta), 0.0)
     tl.store(key_row + site, dl * r, mask=exists)
     shared += dl * own_logit
-    more = ()
+    acc = ()
     for c in tl.static_range(C):
-        more = more + (acc[c] + p * d_out[c] + (dl * r) * q[c],)
-    acc = more
+        acc = acc + (p * d_out[c] + (dl * r) * q[c],)
+    if OUTSIDE:
+        more = ()
+        for c in tl.static_range(C):
+            more = more + (acc[c] + _whole(pulled[c], pulled_rest[c], MANTISSA),)
+        acc = more
     for i in tl.range(site + 1, stop, num_stages=STAGES):
         row = _load_row(cotangents + i * stride + t * D, H, K, HB, L, C)
         q = _load_row(queries + i * D, H, K, HB, L, C)

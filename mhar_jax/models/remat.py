@@ -13,7 +13,8 @@ def remat_sublayer(name: str, function: Callable) -> Callable:
     none: every intermediate is kept. dots: results of matrix products with weights are kept, the rest is computed
     again. sublayer: only the sublayer's input is kept. sources: where every output is kept as a source, as with mhar,
     not even that: `depth_stack` mixes it again; elsewhere as sublayer. layer: handled around both sublayers, see
-    `remat_layer`.
+    `remat_layer`. Where sites are read by passes (`blocked.py`), the float32 parts that passes made are kept as well,
+    but for "layer" with block_mhar and delta_block (`remat_block`).
     """
     match name:
         case "dots":
