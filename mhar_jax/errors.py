@@ -16,7 +16,7 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
     """Wraps a command's main: what the user can put right becomes one line on standard error and exit code 2.
 
     That is a `UserError`, and an implementation that was named but cannot run here (`UnsupportedInputError`). An
-    interrupt from the keyboard ends with 130, as shells expect.
+    interrupt from the keyboard ends with 130, as shells expect. Memory that does not suffice is a line, too.
     """
 
     @functools.wraps(main)
@@ -27,16 +27,16 @@ def command(main: Callable[..., int | None]) -> Callable[..., int]:
             return _say(error, 2)
         except KeyboardInterrupt:
             return _say("interrupted", 130)
-        except (MemoryError, RuntimeError) as error:
-            if (sentence := out_of_memory(error)) is None:
-                raise
-            return _say(sentence, 2)
         except NotImplementedError as error:
             from mhar_kernels import UnsupportedInputError
 
             if not isinstance(error, UnsupportedInputError):
                 raise
             return _say(error, 2)
+        except (MemoryError, RuntimeError) as error:
+            if (sentence := out_of_memory(error)) is None:
+                raise
+            return _say(sentence, 2)
 
     return wrapped
 
@@ -55,7 +55,9 @@ def out_of_memory(error: BaseException) -> str | None:
     if not isinstance(error, MemoryError) and not asked and "RESOURCE_EXHAUSTED" not in str(error):
         return None
     size = f", which was asked for {int(asked[1]) / 1e9:,.1f} GB at once" if asked else ""
-    return f"out of memory{size}: smaller batches or a smaller model are needed, or more devices to share it (mesh.fsdp)"
+    return (
+        f"out of memory{size}: smaller batches or a smaller model are needed, or more devices to share it (mesh.fsdp)"
+    )
 
 
 @contextlib.contextmanager

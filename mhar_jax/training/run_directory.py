@@ -43,17 +43,18 @@ def unless_it_fails(path: str, *, write: bool = True) -> Iterator[Callable[[], N
     Only what was not there before goes, and never a checkpoint.
     """
     run_dir = pathlib.Path(path).expanduser()
-    made = [p for p in (run_dir, *run_dir.parents) if not p.exists()]  # before anything is written
-    files = [p for p in map(run_dir.joinpath, _FILES) if not p.exists()]
+    new = lambda paths: [p for p in paths if not os.path.exists(p)]  # also False where nothing may be looked at
+    made, files = new((run_dir, *run_dir.parents)), new(map(run_dir.joinpath, _FILES))
     begun: list[bool] = []
     try:
         yield lambda: begun.append(True)
     except BaseException:
         if write and not begun:
             for file in files:
-                file.unlink(missing_ok=True)
+                with contextlib.suppress(OSError, ValueError):
+                    file.unlink(missing_ok=True)
             for directory in (run_dir / "checkpoints", *made):
-                with contextlib.suppress(OSError):  # not empty, or never made
+                with contextlib.suppress(OSError, ValueError):  # not empty, or never made
                     directory.rmdir()
         raise
 

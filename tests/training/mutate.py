@@ -133,7 +133,8 @@ def check(count: int, seed: int, directory: pathlib.Path, train_every: int = 10)
             file = directory / "mutated.json"
             file.write_text(json.dumps(config))
             before = {p.name for p in directory.iterdir()}
-            train = passed % train_every == train_every - 1
+            # Another model's parameters are read after the run directory is made.
+            train = passed % train_every == train_every - 1 or config.get("init_from") is not None
             error = io.StringIO()
             try:
                 with contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 
+import jax
 import pytest
 
 from mhar_jax.config import load_config
@@ -42,6 +43,7 @@ def refused(here, tmp_path, monkeypatch):
         (["--steps"], ["--steps needs a value"]),
         (["another"], ["give one config"]),
         (["--seq_len=65"], ["seq_len=65", "context=64"]),
+        (["--init_from=nowhere"], ["init_from", "nowhere"]),
     ],
 )
 def test_bad_arguments(refused, arguments, words):
@@ -65,6 +67,24 @@ def test_batch_that_the_mesh_does_not_divide(refused, monkeypatch):
     assert "multiple of data x fsdp = 8 devices, got 12 / 3 = 4" in refused(
         "--batch_size=12", "--optimizer.accumulate=3"
     )
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (MemoryError(), "out of memory: smaller batches"),
+        (jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 256000000000 bytes."), "asked for 256.0 GB"),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 1 device"), "out of memory: smaller batches"),
+    ],
+)
+def test_memory_that_does_not_suffice(refused, monkeypatch, error, words):
+    """Found out when the first step's numbers are read, when all files of a run are there."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(loop.Reports, "add", fail)
+    assert words in refused("--eval.every=0")
 
 
 def test_a_package_that_is_not_installed(refused, monkeypatch):
