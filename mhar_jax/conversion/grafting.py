@@ -82,8 +82,9 @@ def graft(
 ) -> Grafted:
     """Writes an additive checkpoint with fresh depth routing as a new run directory.
 
-    The backbone is copied to the bit (where its weights are not in the run's param_dtype, as averages of bfloat16
-    parameters are not, the graft has float32 parameters, which hold them all); queries, null sources and gates start at 0, key-norm scales at 1.
+    The backbone is copied to the bit; queries, null sources and gates start at 0, key-norm scales at 1. The graft has
+    the run's param_dtype, and float32, which holds every value, where weights have another dtype than that: averages
+    of bfloat16 parameters.
 
     Args:
       checkpoint: run directory, Hugging Face directory or GGUF file.

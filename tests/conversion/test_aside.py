@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 
 import pytest
 
@@ -24,29 +23,35 @@ def test_a_directory_becomes_out(tmp_path):
     assert names(tmp_path / "out") == ["a"]
 
 
+def write(out, block):
+    with written_aside(out) as directory:
+        block(directory)
+
+
 def test_a_living_writers_directory_is_left_alone(tmp_path, monkeypatch):
-    """Whatever its process id means here: only its lock counts. Who comes second is told so."""
+    """Whatever its process id means here, only its lock counts; a second writer that fails removes its own."""
     monkeypatch.setattr(os, "getpid", lambda: 7)
+
+    def fail(second):
+        (second / "b").touch()
+        assert names(first) == [aside._LOCK, "a"]
+        raise OSError(28, "No space left on device")
+
     with written_aside(tmp_path / "out") as first:
-        (first / "a").write_text("1")
-        with written_aside(tmp_path / "other") as second, pytest.raises(UserError, match="cannot be written"):
-            with written_aside(tmp_path / "out") as third:
-                (third / "b").write_text("2")
-                assert (first / "a").read_text() == "1"
-                (tmp_path / "out").mkdir()
-                (tmp_path / "out" / "somebody's").touch()
-        assert (first / "a").read_text() == "1"
-        assert not second.exists()
-        shutil.rmtree(tmp_path / "out")
-    assert names(tmp_path) == ["other", "out"]
+        (first / "a").touch()
+        with pytest.raises(UserError, match="No space left"):
+            write(tmp_path / "out", fail)
+        assert names(tmp_path) == [first.name]
     assert names(tmp_path / "out") == ["a"]
 
 
 def test_the_first_of_two_wins(tmp_path):
-    with pytest.raises(UserError, match="Directory not empty"), written_aside(tmp_path / "out") as late:
-        with written_aside(tmp_path / "out") as early:
-            (early / "early").touch()
+    def overtaken(late):
+        write(tmp_path / "out", lambda early: (early / "early").touch())
         (late / "late").touch()
+
+    with pytest.raises(UserError, match="Directory not empty"):
+        write(tmp_path / "out", overtaken)
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == ["early"]
 
@@ -66,7 +71,8 @@ def test_what_a_dead_writer_left_is_removed(tmp_path):
 
 def test_without_shared_locks_a_removed_directory_does_not_become_out(tmp_path, monkeypatch):
     """Two hosts whose file system does not share locks: the second takes the first's for left over."""
-    with pytest.raises(UserError, match="somebody else removed"), written_aside(tmp_path / "out") as first:
+
+    def robbed(first):
         (first / "a").touch()
         monkeypatch.setattr(fcntl, "flock", lambda *_: None)
         with written_aside(tmp_path / "out") as second:
@@ -74,19 +80,23 @@ def test_without_shared_locks_a_removed_directory_does_not_become_out(tmp_path, 
             first.mkdir()  # as a write of one more parameter does
             (first / "b").touch()
             (second / "whole").touch()
+
+    with pytest.raises(UserError, match="somebody else removed"):
+        write(tmp_path / "out", robbed)
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == ["whole"]
 
 
-def test_a_failed_lock_removes_nothing(tmp_path, monkeypatch):
+def test_where_there_are_no_locks_nothing_is_removed(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(95, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    with written_aside(tmp_path / "out") as first:
-        with written_aside(tmp_path / "out2"), written_aside(tmp_path / "out3"):
-            assert first.is_dir()
-    assert names(tmp_path) == ["out", "out2", "out3"]
+    left = tmp_path / ".out.unfinished-host-0123456789abcdef"
+    left.mkdir()
+    (left / aside._LOCK).touch()
+    write(tmp_path / "out", lambda directory: (directory / "a").touch())
+    assert names(tmp_path) == [left.name, "out"]
 
 
 def test_paths_that_cannot_be(tmp_path):
