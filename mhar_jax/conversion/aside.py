@@ -1,6 +1,7 @@
 """A directory that is there whole or not at all."""
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -51,7 +52,7 @@ def written_aside(out: Path) -> Iterator[Path]:
                 yield aside
                 if _identity(aside) != mine:
                     raise UserError(f"{out} was not written: somebody else removed {aside} while it was being written")
-                aside.rename(out)  # in place of an empty directory, too
+                _become(aside, out)
                 with contextlib.suppress(OSError):
                     (out / _LOCK).unlink()
         except BaseException:
@@ -73,6 +74,15 @@ def _plain(path: Path) -> Path:
     except UnicodeEncodeError:
         raise UserError(f"the path to write to must be UTF-8, got {str(plain)!r}") from None
     return plain
+
+
+def _become(aside: Path, out: Path) -> None:
+    try:
+        aside.rename(out)  # in place of an empty directory, too
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise UserError(f"{out} was not written: something else has come to be there meanwhile") from None
+        raise
 
 
 def _new_name(out: Path) -> Path:

@@ -50,7 +50,7 @@ def test_the_first_of_two_wins(tmp_path):
         write(tmp_path / "out", lambda early: (early / "early").touch())
         (late / "late").touch()
 
-    with pytest.raises(UserError, match="Directory not empty"):
+    with pytest.raises(UserError, match="something else has come to be there"):
         write(tmp_path / "out", overtaken)
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == ["early"]
