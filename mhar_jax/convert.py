@@ -66,6 +66,7 @@ def _import(options: argparse.Namespace) -> None:
             progress=progress,
         )
     _warn_of("infinities or NaN in", done.not_finite)
+    _warn_of(f"values beyond {options.param_dtype} became infinite in", done.overflowed)
     model = done.config.model
     print(f"wrote {options.out}: {model.variant}, {done.parameters:,} parameters in {model.param_dtype}")
     if not (pathlib.Path(options.out) / "tokenizer.json").is_file():

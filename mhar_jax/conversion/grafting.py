@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from mhar_jax.config.schema import DELTA_VARIANTS, ROUTED_VARIANTS, Config, MeshConfig, ModelConfig
 from mhar_jax.conversion.aside import written_aside
-from mhar_jax.conversion.importing import Progress, converted_config, record
+from mhar_jax.conversion.finite import look
+from mhar_jax.conversion.importing import Progress, converted_config, read_record, record, replace_dtype
 from mhar_jax.conversion.sources import Source, open_source
 from mhar_jax.conversion.writer import CheckpointWriter
 from mhar_jax.errors import UserError
@@ -81,7 +82,9 @@ def graft(
 ) -> Grafted:
     """Writes an additive checkpoint with fresh depth routing as a new run directory.
 
-    The backbone is copied to the bit; queries, null sources and gates start at 0, key-norm scales at 1.
+    The backbone is copied to the bit; queries, null sources and gates start at 0, key-norm scales at 1. The graft has
+    the run's param_dtype, and float32, which holds every value, where weights have another dtype than that: averages
+    of bfloat16 parameters.
 
     Args:
       checkpoint: run directory, Hugging Face directory or GGUF file.
@@ -98,21 +101,25 @@ def graft(
     if sample_tokens < 0:
         raise UserError(f"sample_tokens must be at least 0, got {sample_tokens}")
     source = open_source(checkpoint)
+    before = read_record(source)
     model = grafted_model(source.model, **routing)
+    if any(source.parameters.dtype(path) != np.dtype(jnp.dtype(model.param_dtype)) for path in source.parameters.paths):
+        model = replace_dtype(model, "float32")
     with written_aside(Path(out)) as aside:
         writer = CheckpointWriter(aside)
+        dtype = np.dtype(jnp.dtype(model.param_dtype))
         not_finite: list[str] = []
         for path in source.parameters.paths:
             value = source.parameters.read(path)
-            if not writer.write(path, value, np.dtype(jnp.dtype(model.param_dtype))):
-                not_finite += source.parameters.tensor_names(path)
+            if not writer.write(path, value, dtype):
+                look(source.parameters.tensor_names(path), value, dtype, not_finite, [])
             progress(value.size)
             del value
         for path, value in fresh_routing(model):
             writer.write(path, value, value.dtype)
         config = converted_config(source, model, aside, Path(out))
         writer.finish(config)
-        record(aside, "graft", source, {"routing": {k: v for k, v in routing.items() if v is not None}})
+        record(aside, "graft", source, before, {"routing": {k: v for k, v in routing.items() if v is not None}})
         deviation = compare_logits(source, aside, mesh, sample_tokens) if sample_tokens else None
     return Grafted(config, deviation, not_finite)
 

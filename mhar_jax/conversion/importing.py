@@ -11,8 +11,10 @@ import numpy as np
 
 from mhar_jax.config.schema import Config, ModelConfig
 from mhar_jax.conversion.aside import written_aside
+from mhar_jax.conversion.finite import look
 from mhar_jax.conversion.sources import Source, copy_tokenizer, open_source
 from mhar_jax.conversion.writer import CheckpointWriter
+from mhar_jax.huggingface.json_files import read_object
 
 RECORD = "conversion.json"  # beside a converted checkpoint: where it came from
 Progress = Callable[[int], Any]  # called with the number of values written
@@ -24,6 +26,7 @@ class Converted(NamedTuple):
     config: Config
     parameters: int
     not_finite: list[str]  # tensors that hold infinities or NaN
+    overflowed: list[str]  # tensors with finite values that `param_dtype` made infinite
 
 
 def import_checkpoint(
@@ -51,21 +54,24 @@ def import_checkpoint(
       UserError: the source cannot be read as a model of ours, or `out` is there or cannot be written.
     """
     opened = open_source(source)
+    before = read_record(opened)
     dtype = np.dtype(jnp.dtype(param_dtype))
     with written_aside(Path(out)) as aside:
         writer = CheckpointWriter(aside, fsdp=fsdp, tensor=tensor)
-        total, not_finite = 0, []
+        total = 0
+        not_finite: list[str] = []
+        overflowed: list[str] = []
         for path in opened.parameters.paths:
             value = opened.parameters.read(path)
             if not writer.write(path, value, dtype):
-                not_finite += opened.parameters.tensor_names(path)
+                look(opened.parameters.tensor_names(path), value, dtype, not_finite, overflowed)
             total += value.size
             progress(value.size)
             del value  # before the next one is read
         config = converted_config(opened, replace_dtype(opened.model, param_dtype), aside, Path(out))
         writer.finish(config)
-        record(aside, "import", opened, {"stored": stored_dtypes(opened)})
-    return Converted(config, total, not_finite)
+        record(aside, "import", opened, before, {"stored": stored_dtypes(opened)})
+    return Converted(config, total, not_finite, overflowed)
 
 
 def replace_dtype(model: ModelConfig, param_dtype: Any) -> ModelConfig:
@@ -79,9 +85,18 @@ def converted_config(source: Source, model: ModelConfig, aside: Path, out: Path)
     return Config(run_dir=str(out), model=model, data=data, seq_len=min(model.context, 2048), batch_size=8)
 
 
-def record(directory: Path, kind: str, source: Source, more: dict[str, Any]) -> None:
-    """Writes where a checkpoint came from; a record of the source becomes part of it."""
-    before = source.path / RECORD
+def read_record(source: Source) -> dict[str, Any] | None:
+    """Where a run directory came from, if it was converted itself.
+
+    Raises:
+      UserError: its record is damaged.
+    """
+    path = source.path / RECORD
+    return read_object(path) if source.kind == "run" and path.is_file() else None
+
+
+def record(directory: Path, kind: str, source: Source, before: dict[str, Any] | None, more: dict[str, Any]) -> None:
+    """Writes where a checkpoint came from; `before`, the record of its source, becomes part of it."""
     facts: dict[str, Any] = {
         "kind": kind,
         "source": str(source.path),
@@ -89,8 +104,8 @@ def record(directory: Path, kind: str, source: Source, more: dict[str, Any]) -> 
         "step": source.step,
         **more,
     }
-    if source.kind == "run" and before.is_file():
-        facts["before"] = json.loads(before.read_text(encoding="utf-8"))
+    if before is not None:
+        facts["before"] = before
     (directory / RECORD).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,6 +80,12 @@ def open_source(path: str | Path) -> Source:
       UserError: it is none of these, or what it holds does not fit together.
     """
     place = Path(path)
+    try:
+        place.stat()
+    except (FileNotFoundError, ValueError):
+        pass  # said below
+    except OSError as error:
+        raise UserError(f"{place} cannot be read: {error.strerror or one_line(error)}") from None
     if place.is_file() and place.suffix == ".gguf":
         from mhar_jax.huggingface.gguf import open_gguf
 
@@ -162,8 +169,11 @@ def copy_tokenizer(source: Source, target: Path) -> DataConfig:
         return _write_gguf_tokenizer(source.path, target, data)
     places = [source.path]
     if data.tokenizer != "bytes":
-        named = Path(data.tokenizer)
-        places.append(named if named.is_dir() else named.parent)
+        # One that is gone gives nothing: the directory of a bare name would be the working directory.
+        if os.path.isdir(data.tokenizer):
+            places.append(Path(data.tokenizer))
+        elif os.path.isfile(data.tokenizer):
+            places.append(Path(data.tokenizer).parent)
     found = {place: [n for n in TOKENIZER_FILES if (place / n).is_file()] for place in places}
     # The first place with a tokenizer; a place with nothing but generation settings is the last resort.
     places.sort(key=lambda place: (not found[place], found[place] == [GENERATION]))

@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from mhar_jax.errors import UserError
 from mhar_jax.huggingface.gguf import GGUFFile
+from mhar_jax.huggingface.json_files import read_json
 
 GENERATION = "generation_config.json"
 _NAMES = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -50,7 +52,7 @@ def _is_ids(value: Any) -> bool:
 
 def _read_object(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(path)
+    except UserError:
         return None
     return found if isinstance(found, dict) else None

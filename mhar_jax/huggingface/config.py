@@ -34,6 +34,7 @@ def model_config(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if _flag(hf, key):
             raise UserError(f"config.json: {key} must be False, got True")
+    _check_layers(hf)
     heads = _whole(hf, "num_attention_heads")
     fields: dict[str, Any] = {
         "variant": "additive",
@@ -61,6 +62,18 @@ def model_config(hf: Mapping[str, Any], **overrides: Any) -> ModelConfig:
         raise UserError(f"config.json describes no model that can be built: {first_complaint(error)}") from error
 
 
+def _check_layers(hf: Mapping[str, Any]) -> None:
+    """Every layer attends to everything before it, and tensors are what they are."""
+    kinds = _get(hf, "layer_types", [])
+    if not isinstance(kinds, list):
+        raise _wrong("layer_types", "a list", kinds)
+    for kind in kinds:
+        if kind != "full_attention":
+            raise _wrong("layer_types", "'full_attention' for every layer", kind)
+    if hf.get("quantization_config") is not None:
+        raise _wrong("quantization_config", "left out (quantised tensors are not read)", hf["quantization_config"])
+
+
 def _routing(hf: Mapping[str, Any]) -> dict[str, Any]:
     mode = _one_of(hf, "attnres_mode", MODES)
     fields: dict[str, Any] = {"variant": MODES[mode]}
@@ -78,6 +91,9 @@ def _routing(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_parameters` (transformers 5), or `rope_theta` beside `rope_scaling` (4)."""
+    for rope in (hf, _section(hf, "rope_parameters"), _section(hf, "rope_scaling")):
+        if _number(rope, "partial_rotary_factor", 1.0) != 1:
+            raise _wrong("partial_rotary_factor", "1", rope["partial_rotary_factor"])
     where = "rope_parameters" if _section(hf, "rope_parameters") else "rope_scaling"
     rope = _section(hf, where)
     theta = _number(rope if rope.get("rope_theta") is not None else hf, "rope_theta", 10000.0)

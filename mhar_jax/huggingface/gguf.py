@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from mhar_jax.config.schema import ModelConfig
 from mhar_jax.errors import UserError, one_line
 from mhar_jax.huggingface.config import first_complaint
+from mhar_jax.huggingface.gguf_header import check_header
 from mhar_jax.huggingface.load import TensorParameters, read_model
 from mhar_jax.models import Decoder
 
@@ -41,6 +42,7 @@ class GGUFFile:
             raise UserError("reading a GGUF file needs the gguf package: extra `hf`") from error
         self.path = Path(path)
         try:
+            check_header(self.path)
             reader = GGUFReader(self.path)
         except Exception as error:  # the package raises many types
             raise UserError(f"{path} cannot be read as GGUF: {one_line(error)}") from None
@@ -49,7 +51,11 @@ class GGUFFile:
         if len(self._tensors) < len(reader.tensors):
             raise UserError(f"{path} holds two tensors of one name")
         self._theirs = {name: self._hugging_face_name(name) for name in self._tensors}
-        self._ours = {ours: theirs for theirs, ours in self._theirs.items()}
+        self._ours: dict[str, str] = {}
+        for theirs, ours in self._theirs.items():
+            other = self._ours.setdefault(ours, theirs)
+            if other != theirs:
+                raise UserError(f"{path}: the tensors {other} and {theirs} are both {ours}")
 
     def field(self, name: str, default: Any = None) -> Any:
         """A field's value, or the default; UserError where it is missing and there is no default."""
@@ -174,17 +180,19 @@ def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
     """The ModelConfig that a file describes.
 
     Raises:
-      UserError: another architecture, scaled rotary positions, or a missing field.
+      UserError: another architecture, scaled or partial rotary positions, or a missing field.
     """
     architecture = file.field("general.architecture")
     if architecture != "llama":
         raise UserError(f"{file.path}: the architecture must be 'llama', got {architecture!r}")
-    scaling = file.field("llama.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in file.names:
-        raise UserError(f"{file.path}: scaled rotary positions are not read from GGUF; use the Hugging Face directory")
+    _check_rotary_scaling(file)
     if "model.embed_tokens.weight" not in file.names:
         raise UserError(f"{file.path} must hold token_embd.weight, and does not")
     heads, width = file.heads, file.whole("llama.embedding_length")
+    head = file.whole("llama.attention.key_length", width // heads)
+    for name in ("llama.rope.dimension_count", "llama.attention.value_length"):
+        if file.whole(name, head) != head:
+            raise UserError(f"{file.path}: the field {name} must be {head}, as a head is wide, got {file.whole(name)}")
     fields: dict[str, Any] = {
         "variant": "additive",
         "vocab_size": file.shape("model.embed_tokens.weight")[0],
@@ -192,7 +200,7 @@ def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
         "d_model": width,
         "num_heads": heads,
         "num_kv_heads": file.kv_heads,
-        "head_dim": file.whole("llama.attention.key_length", width // heads),
+        "head_dim": head,
         "ffn_dim": file.whole("llama.feed_forward_length"),
         "context": file.whole("llama.context_length"),
         "qk_norm": False,
@@ -204,3 +212,18 @@ def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
         return ModelConfig(**(fields | model_overrides))
     except ValueError as error:
         raise UserError(f"{file.path} describes no model that can be built: {first_complaint(error)}") from None
+
+
+def _check_rotary_scaling(file: GGUFFile) -> None:
+    """There is none: no type, no factor but 1, no table of frequencies."""
+    found = [name for name in file.names if name.startswith("rope_")]
+    if file.field("llama.rope.scaling.type", "none") != "none":
+        found.append("llama.rope.scaling.type")
+    for name in ("llama.rope.scaling.factor", "llama.rope.scale_linear", "llama.rope.scaling.attn_factor"):
+        if file.field(name, 1) != 1:
+            found.append(name)
+    if found:
+        raise UserError(
+            f"{file.path}: scaled rotary positions ({', '.join(sorted(found)[:5])}) are not read from GGUF; use the "
+            "Hugging Face directory"
+        )

@@ -1,6 +1,5 @@
 """A Hugging Face directory as a model of ours."""
 
-import json
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +13,7 @@ from mhar_jax.config.schema import ModelConfig
 from mhar_jax.errors import UserError
 from mhar_jax.huggingface import keys
 from mhar_jax.huggingface.config import model_config
+from mhar_jax.huggingface.json_files import read_object
 from mhar_jax.huggingface.keys import Key, key_table
 from mhar_jax.huggingface.tensors import TensorFiles
 from mhar_jax.models import Decoder, build_model
@@ -70,8 +70,8 @@ class TensorParameters:
         return list(self._keys)
 
     def tensor_names(self, path: keys.Path) -> list[str]:
-        """The tensors that a parameter is made of."""
-        return [key.name for key in self._keys[path]]
+        """The tensors that a parameter is made of, row by row where there are several."""
+        return [key.name for key in sorted(self._keys[path], key=lambda key: key.row or 0)]
 
     def dtype(self, path: keys.Path) -> np.dtype:
         """The dtype that `read` gives: the tensors' own, float32 where they differ."""
@@ -122,13 +122,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{directory} must be a Hugging Face directory with a config.json, and has none")
-    try:
-        described = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
-    if not isinstance(described, dict):
-        raise UserError(f"{path} must be a JSON object, got {type(described).__name__}")
-    return described
+    return read_object(path)
 
 
 def read_model(parameters: TensorParameters, mesh: Mesh | None = None) -> Decoder:

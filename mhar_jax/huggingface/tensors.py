@@ -1,11 +1,12 @@
 """The safetensors files of a directory: which tensors there are, and where."""
 
-import json
+import os
 from pathlib import Path
 
 import numpy as np
 
 from mhar_jax.errors import UserError
+from mhar_jax.huggingface.json_files import read_object
 from mhar_jax.huggingface.safetensors import Entry, read_header, read_tensor
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -57,16 +58,13 @@ def _index(directory: Path) -> dict[str, str] | None:
     path = directory / INDEX
     if not path.is_file():
         return None
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
-            raise ValueError
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(f"{path} must be JSON with a weight_map from tensor to file name, and is not") from None
+    listed = read_object(path).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(file, str) for file in listed.values()):
+        raise UserError(f"{path} must be JSON with a weight_map from tensor to file name, and is not")
     for file in sorted(set(listed.values())):
         if Path(file).name != file or file == "..":
             raise UserError(f"{path} must name files of its own directory, got {file!r}")
-        if not (directory / file).is_file():
+        if not os.path.isfile(directory / file):  # False for names that no file can have
             raise UserError(f"{path} names the shard {file}, which is not there")
     return listed
 

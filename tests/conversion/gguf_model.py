@@ -36,8 +36,13 @@ _LAYER = {
 }
 
 
-def write_model(path: Path, changes: dict[str, Any] | None = None) -> Path:
-    """A model whose tokens are bytes, and its tokenizer; `changes` of FIELDS, where None leaves a field out."""
+def write_model(
+    path: Path, changes: dict[str, Any] | None = None, more: dict[str, tuple[int, ...]] | None = None
+) -> Path:
+    """A model whose tokens are bytes, and its tokenizer.
+
+    `changes` of FIELDS, where None leaves a field out; `more`: names without ".weight" and shapes of further tensors.
+    """
     import gguf
 
     writer, draw = gguf.GGUFWriter(path, "llama"), np.random.default_rng(0)
@@ -47,6 +52,7 @@ def write_model(path: Path, changes: dict[str, Any] | None = None) -> Path:
             kinds.get(type(value), writer.add_array)(name, value)
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (258, 24), "output_norm": (24,)}
     shapes |= {f"blk.{i}.{name}": shape for i in range(2) for name, shape in _LAYER.items()}
+    shapes |= more or {}
     for name, shape in shapes.items():
         value = np.ones(shape) if len(shape) == 1 else 0.1 * draw.normal(size=shape)
         writer.add_tensor(f"{name}.weight", value.astype(np.float32))

@@ -1,5 +1,6 @@
 """Exports: bit-exact there and back, read by the `safetensors` package and by stock transformers."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from safetensors.numpy import load_file
 
 from mhar_jax import load_model
 from mhar_jax.config.schema import ROUTED_VARIANTS
+from mhar_jax.conversion import exporting, sources
 from mhar_jax.huggingface.config import describe, model_config
 from model_helpers import tiny
 
@@ -106,8 +108,6 @@ def test_generation_settings_that_are_none(tools, run, tmp_path, text):
 
 
 def test_new_parents_go_when_the_export_fails(tools, run, tmp_path, monkeypatch):
-    from mhar_jax.conversion import exporting
-
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -143,8 +143,6 @@ def test_the_model_card(tools, run, tmp_path):
 
 
 def test_what_has_no_layout(tools, run, tmp_path, monkeypatch):
-    from mhar_jax.conversion import exporting, sources
-
     found = sources.open_source(tools.fixtures / "tiny-qwen3")
     found.parameters.config = tiny("hyper_connections")
     monkeypatch.setattr(exporting, "open_source", lambda _: found)
@@ -175,3 +173,27 @@ def test_stock_transformers(tools, run, tmp_path, name):
     np.testing.assert_allclose(found["logits"], expected["logits"], atol=2e-5)
     np.testing.assert_array_equal(found["greedy"], expected["greedy"])
     assert found["special"].tolist() == [1, 2, 3]  # only config.json of the source names them
+
+
+def test_no_other_tokenizer_than_the_runs_own(tools, run, tmp_path, monkeypatch):
+    """data.tokenizer names one by a relative path that is gone: the working directory's is another model's."""
+    source = shutil.copytree(tools.fixtures / "tiny-qwen3", tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    assert run("import", source, tmp_path / "run").code == 0
+    real = sources.open_source
+
+    def gone(path):
+        found = real(path)
+        data = dataclasses.replace(found.run.data, tokenizer="gone")
+        return dataclasses.replace(found, run=dataclasses.replace(found.run, data=data))
+
+    monkeypatch.setattr(exporting, "open_source", gone)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "tokenizer.json").write_text("another")
+    monkeypatch.chdir(tmp_path / "here")
+    assert run("export", tmp_path / "run", tmp_path / "hf").code == 0
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    Path("gone").mkdir()
+    Path("gone/tokenizer.json").write_text("its own")
+    assert run("export", tmp_path / "run", tmp_path / "again").code == 0
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == "its own"

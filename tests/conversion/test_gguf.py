@@ -1,6 +1,7 @@
 """GGUF files that are wrong, or say less than others, and what becomes of their special tokens."""
 
 import json
+import struct
 
 import pytest
 
@@ -26,12 +27,67 @@ GGML, LLAMA = "tokenizer.ggml.", "llama."
         ({LLAMA + "block_count": 0}, ["block_count must be a whole number"]),
         ({LLAMA + "rope.freq_base": "fast"}, ["freq_base must be a finite number"]),
         ({LLAMA + "context_length": None}, ["the field llama.context_length is missing"]),
+        ({LLAMA + "rope.scaling.type": "linear"}, ["scaled rotary positions (llama.rope.scaling.type)"]),
+        ({LLAMA + "rope.scaling.factor": 4.0}, ["scaled rotary positions (llama.rope.scaling.factor)"]),
+        ({LLAMA + "rope.scale_linear": 4.0}, ["scaled rotary positions (llama.rope.scale_linear)"]),
+        ({LLAMA + "rope.dimension_count": 4}, ["llama.rope.dimension_count must be 8, as a head is wide, got 4"]),
+        ({LLAMA + "attention.value_length": 4}, ["llama.attention.value_length must be 8"]),
     ],
 )
 def test_wrong_fields(run, tmp_path, changes, words):
     file = write_model(tmp_path / "model.gguf", changes)
     sentence = run("import", file, tmp_path / "out").one_sentence()
     assert all(word in sentence for word in words), sentence
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_two_names_of_one_tensor(run, tmp_path):
+    """llama.cpp's, and the Hugging Face name that it becomes."""
+    file = write_model(tmp_path / "model.gguf", more={"model.norm": (24,)})
+    sentence = run("import", file, tmp_path / "out").one_sentence()
+    assert "the tensors output_norm.weight and model.norm.weight are both model.norm.weight" in sentence
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_fields_that_change_nothing(tmp_path):
+    fields = {"rope.dimension_count": 8, "rope.scaling.factor": 1.0, "rope.scaling.type": "none"}
+    file = write_model(tmp_path / "model.gguf", {LLAMA + name: value for name, value in fields.items()})
+    assert open_gguf(file).config == open_gguf(write_model(tmp_path / "plain.gguf")).config
+
+
+UINT32, STRING, LIST = 4, 8, 9
+
+
+def header(*, version=3, tensors=0, fields=1, rest=b""):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, fields) + rest
+
+
+def named(kind, rest):
+    return struct.pack("<Q", 1) + b"a" + struct.pack("<I", kind) + rest
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (header(rest=named(LIST, struct.pack("<IQ", UINT32, 2**50))), "at most 5000000 items, and claims 11258999"),
+        (header(rest=named(LIST, struct.pack("<IQ", STRING, 2**50))), "at most 5000000 items, and claims 11258999"),
+        (header(rest=named(LIST, struct.pack("<IQ", UINT32, 1000))), "4000 bytes are claimed at byte 49 of 49"),
+        (header(rest=named(LIST, struct.pack("<IQ", LIST, 1) * 9)), "unknown type, 9"),
+        (header(rest=named(STRING, struct.pack("<Q", 2**60))), "is cut off"),
+        (header(rest=named(UINT32, b"1234") * 2, fields=2), "two fields of the name 'a'"),
+        (header(rest=named(99, b"")), "unknown type, 99"),
+        (header(fields=2**60), "it claims 1152921504606846976 fields in 24 bytes"),
+        (header(fields=0, tensors=2**40), "it claims 1099511627776 tensors in 24 bytes"),
+        (header(fields=0, tensors=1, rest=named(2**31, b"")), "2147483648 dimensions"),
+        (header(version=1), "its version is 1"),
+        (b"GGUX" + bytes(100), "does not begin with GGUF"),
+        (b"", "cannot be read as GGUF"),
+    ],
+)
+def test_headers_that_promise_too_much(run, tmp_path, content, words):
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    assert words in run("import", file, tmp_path / "out").one_sentence()
     assert list(tmp_path.iterdir()) == [file]
 
 

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from mhar_jax import load_model
+from mhar_jax.config.load import make_config, to_dict
 from mhar_jax.conversion import grafting
 from mhar_jax.conversion.grafting import graft
 from mhar_jax.conversion.importing import import_checkpoint
+from mhar_jax.training.checkpoints import checkpoint_meta, read_meta
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +97,30 @@ def test_what_cannot_be_grafted(tools, run, tmp_path):
     assert "holds no checkpoint" in run("graft", tmp_path / "run", tmp_path / "out").one_sentence()
     shutil.rmtree(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_averages_of_bfloat16_parameters_are_not_rounded(tools, original, tmp_path):
+    """Averaged weights are float32 whatever param_dtype is; the graft's parameters are then float32 too."""
+    averaged = shutil.copytree(original, tmp_path / "averaged")
+    checkpoint = averaged / "checkpoints" / "0"
+    (checkpoint / "params").rename(checkpoint / "ema")
+    meta = dict(read_meta(checkpoint))
+    fields = to_dict(make_config(meta["config"]))
+    fields["model"]["param_dtype"], fields["optimizer"]["ema"] = "bfloat16", 0.9
+    checksums = {f"ema/{name.removeprefix('params/')}": value for name, value in meta["checksums"].items()}
+    meta = checkpoint_meta(0, fields, meta["data_fingerprint"], None, checksums)
+    (checkpoint / "meta" / "metadata").write_text(json.dumps(meta))
+    done = graft(averaged, tmp_path / "out", variant="delta_block", num_blocks=2, sample_tokens=16)
+    assert done.config.model.param_dtype == "float32"
+    assert done.deviation is not None
+    assert done.deviation.largest == {"float32": 0.0, "bfloat16": 0.0}
+    before, after = tools.read(averaged), tools.read(tmp_path / "out")
+    tools.assert_same({path: after[path] for path in before}, before)
+
+
+def test_a_damaged_record(run, original, tmp_path):
+    damaged = shutil.copytree(original, tmp_path / "damaged")
+    for text, words in (("{broken", "conversion.json is not JSON"), ("[]", "conversion.json must be a JSON object")):
+        (damaged / "conversion.json").write_text(text)
+        assert words in run("graft", damaged, tmp_path / "out", "--num-blocks=2").one_sentence()
+    assert [p.name for p in tmp_path.iterdir()] == ["damaged"]

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import shutil
 import struct
@@ -212,6 +213,28 @@ def test_an_index_that_is_none(hf, refused, index):
     refused("model.safetensors.index.json")
 
 
+def test_a_shard_of_an_impossible_name(shards, hf, refused):
+    index, _ = shards
+    index["weight_map"][NORM] = 300 * "x"
+    (hf / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused("names the shard xxx", "which is not there")
+
+
+@pytest.mark.parametrize("file", ["model.safetensors.index.json", "config.json"])
+def test_a_json_file_larger_than_memory(hf, refused, file):
+    with (hf / file).open("r+b" if (hf / file).exists() else "wb") as opened:
+        opened.truncate(500 * 10**9)  # sparse: it takes no disk
+    refused(file, "must have at most 100000000 bytes, and has 500000000000")
+
+
+def test_paths_that_cannot_be(hf, run, tmp_path):
+    long = tmp_path / ("x" * 300)
+    assert "File name too long" in run("import", hf, long).one_sentence()
+    assert "File name too long" in run("import", long, tmp_path / "out").one_sentence()
+    assert "must be UTF-8" in run("import", hf, os.fsdecode(bytes(tmp_path) + b"/out\xff")).one_sentence()
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
+
+
 def test_an_index_that_disagrees(shards, hf, refused):
     index, _ = shards
     index["weight_map"][NORM] = "b.safetensors"
@@ -243,6 +266,21 @@ def test_nan_is_warned_about_and_named(hf, run, tools, tmp_path):
         assert "largest logit deviation in float32: nan" in outcome.out or "rounding changed values" in outcome.out
 
 
+def test_the_guilty_row_of_a_stacked_parameter_is_named(tools, run, tmp_path):
+    """Also by import and graft, which write all rows of routing parameters as one array."""
+    source = tmp_path / "hf"
+    shutil.copytree(tools.fixtures / "tiny-delta-block-llama", source, ignore=shutil.ignore_patterns("expected*"))
+    tensors = load_file(source / "model.safetensors")
+    guilty, large = "model.layers.2.mlp_res_norm.weight", "model.layers.1.attn_res_proj.weight"
+    tensors[guilty][3] = np.nan
+    tensors[large][0, 2] = 3.4e38  # finite, and beyond bfloat16
+    save_file(tensors, source / "model.safetensors")
+    nan = f"warning: infinities or NaN in 1 tensor: {guilty}\n"
+    assert run("import", source, tmp_path / "out").err == nan
+    outcome = run("import", source, tmp_path / "narrow", "--param-dtype=bfloat16")
+    assert outcome.err == f"{nan}warning: values beyond bfloat16 became infinite in 1 tensor: {large}\n"
+
+
 def test_what_float16_cannot_hold_is_warned_about_and_named(hf, run, tmp_path):
     tensors = load_file(hf / "model.safetensors")
     tensors[NORM][3] = 1e6
@@ -269,6 +307,11 @@ def test_what_float16_cannot_hold_is_warned_about_and_named(hf, run, tmp_path):
         ({"tie_word_embeddings": False}, ["misses tensors: lm_head.weight"]),
         ({"model_type": "llama"}, ["no place for", "q_norm"]),
         ({"rms_norm_eps": -1.0}, ["norm_eps"]),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types must be", "got 'sliding_attention'"]),
+        ({"use_sliding_window": True}, ["use_sliding_window must be False"]),
+        ({"quantization_config": {"bits": 4}}, ["quantization_config must be left out", "'bits': 4"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor must be 1, got 0.5"]),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor must be 1"]),
         ({"auto_map": {"AutoModel": "code.Model"}, "model_type": "custom"}, ["model_type must be one of"]),
     ],
 )
@@ -284,6 +327,8 @@ FIELDS = [
     "attention_bias",
     "mlp_bias",
     "use_sliding_window",
+    "layer_types",
+    "partial_rotary_factor",
     "vocab_size",
     "num_hidden_layers",
     "hidden_size",
@@ -319,6 +364,8 @@ def described(tools):
 def test_a_field_of_a_wrong_type_is_named(described, field, value):
     if field == "rope_parameters" and isinstance(value, dict):
         value = [value]  # an object would be the right type
+    if field == "layer_types" and value == []:
+        value = [value]
     with pytest.raises(UserError, match=rf"^config.json: {field} must be .*, got ") as refused:
         model_config({**described, field: value})
     assert len(str(refused.value)) < 250

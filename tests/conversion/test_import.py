@@ -218,7 +218,8 @@ def test_a_killed_import_leaves_nothing_at_its_place(tools, run, tmp_path):
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
-    assert [p.name for p in tmp_path.iterdir()] == [f".out.unfinished-{process.pid}"]
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".out.unfinished-")
     assert run("import", tools.fixtures / "tiny-qwen3", tmp_path / "out").code == 0
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
