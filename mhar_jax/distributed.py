@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from mhar_jax.errors import UserError, one_line
 
@@ -105,16 +105,13 @@ def tells_of_a_lost_peer(error: BaseException) -> bool:
     return _LOST.search(str(error)) is not None
 
 
-_T = TypeVar("_T")
-
-
-def _within(seconds: float, call: Callable[[], _T]) -> _T:
-    """What a call of the coordination service returns. JAX's own limit for one that is not answered is about a minute.
+def _within[T](seconds: float, call: Callable[[], T]) -> T:
+    """What a call of the coordination service returns; JAX would wait for its answer far longer.
 
     Raises:
       TimeoutError: it has not returned; its thread is left behind.
     """
-    result: list[_T] = []
+    result: list[T] = []
     failed: list[Exception] = []
 
     def run() -> None:
@@ -220,6 +217,8 @@ class Peers:
             except Exception as error:
                 if self._ended.is_set():
                     return
+                if isinstance(error, TimeoutError):
+                    error = TimeoutError(f"nothing was heard for {self._processes.peer_timeout:.0f} s")
                 silent = isinstance(error, TimeoutError) or time.monotonic() - answered > self._processes.peer_timeout
                 if silent or "refused" in str(error):
                     self.lost(f"process 0, which coordinates the {self._count}, does not answer: {one_line(error)}")
@@ -387,6 +386,8 @@ def joined(processes: Processes | None) -> Iterator[None]:
                 shutdown_timeout_seconds=limit,
             )
     except (RuntimeError, ValueError) as error:
+        if "start RPC server" in str(error):
+            error = RuntimeError(f"process 0 cannot listen at the port of {processes.coordinator} (is it in use?)")
         raise UserError(f"{_NOT_FOUND}: {one_line(error)}") from None
     from jax._src import distributed  # the key-value store has no public name
 
