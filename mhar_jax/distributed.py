@@ -8,22 +8,25 @@ All times are of the monotonic clock, so a jump of the wall clock changes nothin
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import logging
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from mhar_jax.errors import UserError, one_line
 
-PEER_LOST = 3  # exit code: this process is well, another is not; the same command in all of them continues
+PEER_LOST = 3  # exit code: this process is well, another is not, or did not come; start the same command in all of them
 
 _PREFIX = "mhar_jax/"
+_NOT_FOUND = "the processes of the run did not find each other"
 _LAST_WORDS = 6.0  # seconds that process 0 stays after a mistake, so that the others can read why
 _LOST = re.compile(
     r"gloo|nccl|connection (closed|reset|refused)|broken pipe|socket closed|peer|barrier|unavailable|"
@@ -77,8 +80,11 @@ def find_processes(given: Mapping[str, str], environment: Mapping[str, str] = os
         if count == 1:
             return None
         address = explicit["coordinator"]
-        if address is None or not re.fullmatch(r".+:\d{1,5}", address):
-            raise UserError(f"--coordinator must be HOST:PORT of process 0, got {address!r}")
+        found = re.fullmatch(r".+:(\d{1,5})", address or "")
+        if not found or not 1 <= int(found[1]) <= 65535:
+            raise UserError(
+                f"--coordinator must be HOST:PORT of process 0 with a port from 1 to 65535, got {address!r}"
+            )
         return Processes(address, count, index, **times)
     if any(given.get(name) for name in ("coordinator", "processes", "process")):
         raise UserError("--coordinator, --processes and --process go together, one of them is missing")
@@ -97,6 +103,31 @@ def _number(given: Mapping[str, str], name: str, kind: type) -> Any:
 def tells_of_a_lost_peer(error: BaseException) -> bool:
     """Whether an error, raised wherever the processes meet, says that another of them is gone."""
     return _LOST.search(str(error)) is not None
+
+
+def _within[T](seconds: float, call: Callable[[], T]) -> T:
+    """What a call of the coordination service returns; JAX would wait for its answer far longer.
+
+    Raises:
+      TimeoutError: it has not returned; its thread is left behind.
+    """
+    result: list[T] = []
+    failed: list[Exception] = []
+
+    def run() -> None:
+        try:
+            result.append(call())
+        except Exception as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, name="call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failed:
+        raise failed[0]
+    if not result:
+        raise TimeoutError(f"no answer for {seconds:.0f} s")
+    return result[0]
 
 
 class Peers:
@@ -126,14 +157,15 @@ class Peers:
         self._code = code
         self._ended.set()
         with contextlib.suppress(Exception):
-            self._client.key_value_set(f"{_PREFIX}failed/{self._index}", sentence, allow_overwrite=True)
+            name = f"{_PREFIX}failed/{self._index}"
+            _within(_LAST_WORDS, lambda: self._client.key_value_set(name, sentence, allow_overwrite=True))
 
     def first_said(self, sentence: str) -> bool:
         """Whether process 0 ended for this reason too."""
         deadline = time.monotonic() + _LAST_WORDS / 2
         while time.monotonic() < deadline:
             with contextlib.suppress(Exception):
-                return self._client.key_value_try_get(f"{_PREFIX}failed/0") == sentence
+                return _within(1, lambda: self._client.key_value_try_get(f"{_PREFIX}failed/0")) == sentence
             time.sleep(0.2)
         return False
 
@@ -150,7 +182,7 @@ class Peers:
         deadline = time.monotonic() + 5
         while time.monotonic() < deadline:
             with contextlib.suppress(Exception):
-                self._look(self._client.key_value_dir_get(f"{_PREFIX}failed/"), patience=0)
+                self._look(_within(1, lambda: self._client.key_value_dir_get(f"{_PREFIX}failed/")), patience=0)
             time.sleep(0.2)
         self.lost(f"process {self._index} of {self._count} lost another process: {one_line(error)}")
 
@@ -164,6 +196,11 @@ class Peers:
             if time.monotonic() - self._told >= patience:
                 self.lost(f"process {number} of {self._count} ended: {sentence}")
 
+    def _exchange(self, beat: str) -> Any:
+        """Tells that this process lives, and returns what all of them told."""
+        self._client.key_value_set(f"{_PREFIX}alive/{self._index}", beat, allow_overwrite=True)
+        return self._client.key_value_dir_get(_PREFIX)
+
     def _watch(self) -> None:
         count, begun = 0, time.monotonic()
         heard = dict.fromkeys(range(self._count), ("", begun))
@@ -172,15 +209,18 @@ class Peers:
         period = min(1.0, self._processes.peer_timeout / 5)
         while not self._ended.wait(period):
             count += 1
+            beat = f"{count} {self._progress}"
+            left = answered + self._processes.peer_timeout - time.monotonic()
             try:
-                beat = f"{count} {self._progress}"
-                self._client.key_value_set(f"{_PREFIX}alive/{self._index}", beat, allow_overwrite=True)
-                entries = self._client.key_value_dir_get(_PREFIX)
+                entries = _within(max(left, period), functools.partial(self._exchange, beat))
                 answered = time.monotonic()
             except Exception as error:
                 if self._ended.is_set():
                     return
-                if time.monotonic() - answered > self._processes.peer_timeout or "refused" in str(error):
+                if isinstance(error, TimeoutError):
+                    error = TimeoutError(f"nothing was heard for {self._processes.peer_timeout:.0f} s")
+                silent = isinstance(error, TimeoutError) or time.monotonic() - answered > self._processes.peer_timeout
+                if silent or "refused" in str(error):
                     self.lost(f"process 0, which coordinates the {self._count}, does not answer: {one_line(error)}")
                 continue
             self._look(entries)
@@ -231,6 +271,8 @@ _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _aborted(number: int) -> None:
     if _peers is not None:
         _peers.lost("the process that coordinates the others, process 0, is gone, or took this one for gone")
+    if _joining:
+        _not_found("JAX ended this process, for the reason above")
     leave(128 + number)
 
 
@@ -245,12 +287,79 @@ def _name_aborts() -> None:
     library.signal(signal.SIGABRT, _aborted)
 
 
+_joining = False
+
+
+def _not_found(reason: str) -> NoReturn:
+    """Ends a process that did not become part of the run."""
+    print(f"error: {_NOT_FOUND}: {reason}; start the same command in all of them", file=sys.stderr)
+    leave(PEER_LOST)
+
+
+@contextlib.contextmanager
+def _found_within(seconds: float, processes: Processes) -> Iterator[None]:
+    """Ends this process where what is inside, which waits for all of them, lasts longer.
+
+    JAX has a limit too, whose end is a page of log and an abort.
+    """
+    global _joining
+    found = threading.Event()
+
+    def wait() -> None:
+        if not found.wait(seconds):
+            _not_found(_who_is_missing(processes, seconds))
+
+    _joining = True
+    threading.Thread(target=wait, name="joining", daemon=True).start()
+    try:
+        yield
+    finally:
+        found.set()
+        _joining = False
+
+
+def _who_is_missing(processes: Processes, seconds: float) -> str:
+    """As far as this process can know."""
+    if processes.coordinator is None or not processes.count:
+        return f"not all of them came within {seconds:.0f} s"
+    host, _, port = processes.coordinator.rpartition(":")
+    missing = f"not all {processes.count} of them came to {processes.coordinator} within {seconds:.0f} s"
+    if processes.index == 0:
+        return missing
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+    except OSError as error:
+        return f"process 0 does not answer at {processes.coordinator} within {seconds:.0f} s ({one_line(error)})"
+    return missing
+
+
+def _resolve(coordinator: str, seconds: float) -> None:
+    """Waits until the coordinator's host is known: where all start at once, its name may come later.
+
+    Raises:
+      UserError: it is not known in time.
+    """
+    host, _, port = coordinator.rpartition(":")
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.getaddrinfo(host.strip("[]"), int(port))
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"--coordinator must be HOST:PORT of process 0, and no host {host!r} was known for {seconds:.0f} s "
+                    f"({one_line(error)})"
+                ) from None
+        time.sleep(0.5)
+
+
 @contextlib.contextmanager
 def joined(processes: Processes | None) -> Iterator[None]:
     """Inside, all processes are one run. An error inside ends this process here, since the others cannot be waited for.
 
     Raises:
-      UserError: the processes do not find each other.
+      UserError: the processes cannot find each other. Where one of them does not come in time, this one ends here.
     """
     global _peers
     if processes is None:
@@ -258,27 +367,33 @@ def joined(processes: Processes | None) -> Iterator[None]:
         return
     import jax
 
-    # The service's own limit is the longer one: what it has to say is a page of its log.
+    patience = max(processes.peer_timeout, 10)
+    if processes.coordinator is not None:
+        _resolve(processes.coordinator, patience)
+    _name_aborts()
+    # JAX's own limits are the longer ones: what it has to say is a page of its log.
     limit = int(4 * processes.peer_timeout) + 60
     try:
-        jax.distributed.initialize(
-            processes.coordinator,
-            processes.count,
-            processes.index,
-            # One device a process is Slurm's and Open MPI's habit, which JAX knows; nobody else's.
-            cluster_detection_method="deactivate" if processes.count is not None else None,
-            initialization_timeout=int(max(processes.peer_timeout, 10)),
-            heartbeat_timeout_seconds=limit,
-            shutdown_timeout_seconds=limit,
-        )
+        with _found_within(patience, processes):
+            jax.distributed.initialize(
+                processes.coordinator,
+                processes.count,
+                processes.index,
+                # One device a process is Slurm's and Open MPI's habit, which JAX knows; nobody else's.
+                cluster_detection_method="deactivate" if processes.count is not None else None,
+                initialization_timeout=int(patience) + 60,
+                heartbeat_timeout_seconds=limit,
+                shutdown_timeout_seconds=limit,
+            )
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"the processes of the run did not find each other: {one_line(error)}") from None
+        if "start RPC server" in str(error):
+            error = RuntimeError(f"process 0 cannot listen at the port of {processes.coordinator} (is it in use?)")
+        raise UserError(f"{_NOT_FOUND}: {one_line(error)}") from None
     from jax._src import distributed  # the key-value store has no public name
 
     index, count = jax.process_index(), jax.process_count()
     if index:  # one log
         logging.getLogger("mhar_jax").setLevel(logging.ERROR)
-    _name_aborts()
     _peers = Peers(distributed.global_state.client, index, count, processes)
     try:
         yield

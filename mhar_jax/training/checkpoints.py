@@ -26,12 +26,13 @@ from mhar_jax.config.schema import Config
 from mhar_jax.data.fingerprints import what_differs
 from mhar_jax.distributed import tells_of_a_lost_peer
 from mhar_jax.errors import UserError, one_line
+from mhar_jax.training.abandon import abandon_save
 from mhar_jax.training.checksums import examine, json_digest
 
 _log = logging.getLogger("mhar_jax")
 _FORMAT = 1
 # Seconds that Orbax waits for a save at most. It reads the wall clock, which may jump by hours while a save is on its
-# way; a save that hangs is the business of `distributed`.
+# way; a save that hangs is the business of `distributed`, and one that failed is not waited for (`abandon`).
 _SAVE_TIMEOUT = 7 * 24 * 3600
 
 
@@ -204,6 +205,8 @@ class Checkpoints:
         if jax.process_count() > 1 and not isinstance(error, OSError) and tells_of_a_lost_peer(error):
             return error  # nothing is wrong with the disk; `distributed` says what is
         step, self._started = self._started, None
+        if jax.process_count() == 1:  # several end without waiting for their threads
+            abandon_save()
         if jax.process_index() == 0:
             self._remove_unfinished(step)
         whole = [s for s in self.steps() if s != step]

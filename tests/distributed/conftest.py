@@ -36,17 +36,17 @@ def compiled(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture
 def launch(tmp_path, compiled) -> Any:
-    """Starts train.py: launch(processes, "--steps=3", devices=1)."""
+    """Starts train.py: launch(processes, "--steps=3", devices=1); `only` that one of the processes."""
     preset = tmp_path / "tiny-run.json"
     preset.write_text(json.dumps(TINY))
     with Processes() as processes:
 
-        def run(count: int, *arguments: str, devices: int = 1) -> Run:
+        def run(count: int, *arguments: str, devices: int = 1, only: int | None = None) -> Run:
             with socket.socket() as free:
                 free.bind(("localhost", 0))
                 port = free.getsockname()[1]
             found = []
-            for index in range(count):
+            for index in range(count) if only is None else [only]:
                 place = [f"--coordinator=localhost:{port}", f"--processes={count}", f"--process={index}"]
                 ours = [*(place if count > 1 else []), f"--compilation_cache={compiled}"]
                 found.append(processes.start([preset, *arguments, *ours], devices=devices, directory=tmp_path))

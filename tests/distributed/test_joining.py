@@ -1,17 +1,22 @@
-"""How processes find each other, which part of a batch each reads, and meshes over slices. No process is started."""
+"""How processes find each other, which part of a batch each reads, and meshes over slices."""
 
 import dataclasses
+import subprocess
+import sys
+import threading
+import time
 import types
 
 import jax
 import numpy as np
 import pytest
 
-from mhar_jax import sharding
+from mhar_jax import distributed, sharding
 from mhar_jax.config.schema import MeshConfig
 from mhar_jax.distributed import find_processes
 from mhar_jax.errors import UserError
 from mhar_jax.training.main import take_options
+from tests import commands
 
 PLACE = {"coordinator": "host:1234", "processes": "4", "process": "2"}
 
@@ -39,6 +44,8 @@ def test_options_and_environment():
         (PLACE | {"process": "4"}, "from 0 to --processes - 1 = 3, got 4"),
         (PLACE | {"processes": "x"}, "--processes must be a number"),
         (PLACE | {"coordinator": "host"}, "HOST:PORT"),
+        (PLACE | {"coordinator": "host:99999"}, "a port from 1 to 65535, got 'host:99999'"),
+        (PLACE | {"coordinator": "host:0"}, "a port from 1 to 65535"),
         (PLACE | {"peer_timeout": "0"}, "at least 1 second"),
         ({"distributed": "maybe"}, "auto, on or off"),
     ],
@@ -46,6 +53,70 @@ def test_options_and_environment():
 def test_wrong_options(options, words):
     with pytest.raises(UserError, match=words):
         find_processes(options, {})
+
+
+WAITING = """
+import time
+from mhar_jax import distributed
+with distributed._found_within(0.5, distributed.Processes("localhost:1", 2, 1)):
+    time.sleep(60)  # as JAX waits
+"""
+
+
+def test_a_process_that_waits_alone_ends_with_a_sentence():
+    command = [sys.executable, "-c", WAITING]
+    done = subprocess.run(command, cwd=commands.ROOT, capture_output=True, text=True, timeout=50)
+    assert done.returncode == 3, done
+    (line,) = done.stderr.strip().splitlines()
+    assert line.startswith("error: the processes of the run did not find each other: process 0 does not answer at ")
+
+
+def test_found_in_time_is_not_ended(monkeypatch):
+    ended = threading.Event()
+    monkeypatch.setattr(distributed, "_not_found", lambda reason: ended.set())
+    with distributed._found_within(0.2, distributed.Processes("localhost:1", 2, 1)):
+        pass
+    assert not ended.wait(0.6)
+
+
+def test_a_host_that_nobody_knows():
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=r"no host 'no-such-host\.invalid' was known for 1 s"):
+        distributed._resolve("no-such-host.invalid:1234", 1)
+    assert time.monotonic() - begun >= 1
+    distributed._resolve("localhost:1234", 0)
+    distributed._resolve("[::1]:1234", 0)
+
+
+class Standing:
+    """A coordination service that takes calls and does not answer."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def key_value_set(self, *_, **__):
+        self.released.wait(60)
+
+
+def test_a_coordinator_that_stands_still_is_noticed_in_time(monkeypatch):
+    """JAX's own calls would wait for it for about a minute."""
+    said: list[tuple[str, float]] = []
+    noticed = threading.Event()
+
+    def lost(self, sentence):
+        said.append((sentence, time.monotonic()))
+        self._ended.set()
+        noticed.set()
+
+    monkeypatch.setattr(distributed.Peers, "lost", lost)
+    client, begun = Standing(), time.monotonic()
+    peers = distributed.Peers(client, 1, 2, distributed.Processes("localhost:1", 2, 1, peer_timeout=1))
+    assert noticed.wait(20)
+    client.released.set()
+    peers.close()
+    ((sentence, when),) = said
+    assert "process 0, which coordinates the 2, does not answer: nothing was heard for 1 s" in sentence
+    assert 0.9 <= when - begun < 10
 
 
 def test_options_are_told_from_fields():

@@ -123,18 +123,40 @@ def test_the_coordinator_is_lost(launch, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_stands_still(launch, tmp_path):
+@pytest.mark.parametrize(
+    ("stopped", "words"),
+    [(1, "nothing was heard for 5 s of process 1 of 2"), (0, "process 0, which coordinates the 2, does not answer")],
+    ids=["another", "coordinator"],
+)
+def test_a_process_that_stands_still(launch, tmp_path, stopped, words):
     run_dir = tmp_path / "run"
     more = ("--steps=4000", "--eval.every=0", "--checkpoint.every=0", "--peer_timeout=5")
     run = launch(2, f"--run_dir={run_dir}", *more)
     wait_for_step(run_dir, 3, *run.processes)
-    run.processes[1].send_signal(signal.SIGSTOP)
-    stopped = time.monotonic()
-    out, err = run.processes[0].communicate(timeout=60)
-    assert time.monotonic() - stopped < 30
-    assert run.processes[0].returncode == 3, (out, err)
-    assert "nothing was heard for 5 s of process 1 of 2" in err
-    run.processes[1].kill()
+    run.processes[stopped].send_signal(signal.SIGSTOP)
+    begun = time.monotonic()
+    other = run.processes[1 - stopped]
+    out, err = other.communicate(timeout=60)
+    assert time.monotonic() - begun < 20, "5 s, two looks, and a busy machine"
+    assert other.returncode == 3, (out, err)
+    assert words in err
+    run.processes[stopped].kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [(0, "not all 2 of them came to localhost:"), (1, "process 0 does not answer at localhost:")],
+    ids=["coordinator", "another"],
+)
+def test_the_other_does_not_come(launch, tmp_path, index, words):
+    """JAX's own end of this is a page of log and an abort."""
+    run = launch(2, f"--run_dir={tmp_path / 'run'}", "--peer_timeout=10", only=index)
+    code, _, err = run.wait(60)[0]
+    assert code == 3, err
+    assert len(err.strip().splitlines()) == 1, err
+    assert f"error: the processes of the run did not find each other: {words}" in err
+    assert "within 10 s" in err
 
 
 @pytest.mark.slow

@@ -173,8 +173,9 @@ def start(preset, compilation_cache) -> Callable[..., subprocess.Popen[str]]:
             devices: int = 1,
             file_limit: int | None = None,  # KiB
             environment: Mapping[str, str] = {},
+            before: Sequence[str] = (),
         ) -> subprocess.Popen[str]:
-            limited = [] if file_limit is None else ["bash", "-c", f'ulimit -f {file_limit}; exec "$0" "$@"']
+            limited = before if file_limit is None else ["bash", "-c", f'ulimit -f {file_limit}; exec "$0" "$@"']
             cache = {"JAX_COMPILATION_CACHE_DIR": str(compilation_cache)}
             return processes.start(
                 [preset, *arguments], devices=devices, environment={**cache, **environment}, before=limited

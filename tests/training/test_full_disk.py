@@ -1,14 +1,18 @@
 """A disk that fills up: one sentence, exit code 2, and the last good checkpoint stays."""
 
 import contextlib
+import errno
 import pathlib
 import subprocess
+import sys
 
 import pytest
 
 from mhar_jax.errors import UserError, writing
 from mhar_jax.training.checkpoints import list_steps
 from mhar_jax.training.metrics import EventFile, MetricsWriter
+from tests import commands
+from tests.commands import wait_for_step
 
 
 def test_no_file_may_grow_any_more(here, there, tools, tmp_path):
@@ -56,6 +60,51 @@ def test_a_disk_that_fills_up(here, tools, tmp_path):
         steps = [line["step"] for line in tools.metrics(run_dir) if "loss" in line]
         assert steps == list(range(1, 9))
         assert tools.metrics(run_dir)[: last + 1][1:] == lines[: last + 1][1:]
+
+
+REFUSING = """
+import errno, os, re, sys
+real = os.mkdir
+def mkdir(path, *args, **more):
+    if re.search(sys.argv[1], os.fspath(path)):
+        raise OSError(int(sys.argv[2]), os.strerror(int(sys.argv[2])), os.fspath(path))
+    return real(path, *args, **more)
+os.mkdir = mkdir
+from mhar_jax.training.main import main
+sys.exit(main(sys.argv[5:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "words"),
+    [
+        (r"checkpoints/3\.[^/]*$", errno.ENOSPC, "No space left on device"),
+        pytest.param(r"checkpoints/3\.[^/]*/rest", errno.EACCES, "Permission denied", marks=pytest.mark.slow),
+    ],
+    ids=["step", "item inside it"],
+)
+def test_a_directory_that_cannot_be_made(start, tmp_path, name, error, words):
+    """The run ends, with no thread left that waits for the directory. In a process of its own, since it is its end."""
+    run_dir = tmp_path / "run"
+    refusing = (sys.executable, "-c", REFUSING, name, str(error))
+    more = ("--steps=5", "--checkpoint.every=1", "--eval.every=0")
+    process = start(f"--run_dir={run_dir}", *more, before=refusing, environment={"PYTHONPATH": str(commands.ROOT)})
+    wait_for_step(run_dir, 3, process)
+    sentence = commands.outcome(process, timeout=30).one_sentence()
+    assert f"{words}; the checkpoint of step 2 is whole" in sentence
+    assert list_steps(run_dir / "checkpoints") == [1, 2]
+    assert len(list((run_dir / "checkpoints").iterdir())) == 2, "nothing half-made is left"
+
+
+@pytest.mark.slow
+def test_a_disk_without_room_for_another_file(start, tmp_path):
+    with small_disk(tmp_path / "disk", "64m,nr_inodes=60") as disk:
+        run_dir = disk / "run"
+        process = start(f"--run_dir={run_dir}", "--steps=12", "--checkpoint.every=1", "--checkpoint.keep=20")
+        wait_for_step(run_dir, 1, process)
+        sentence = commands.outcome(process, timeout=60).one_sentence()
+        assert "could not be written" in sentence
+        assert "No space left on device" in sentence
 
 
 @pytest.mark.parametrize("target", ["config.yaml", "data.json", "metrics.jsonl", "routing.png", "events"])
