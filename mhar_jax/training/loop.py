@@ -59,6 +59,7 @@ def train(config: Config) -> None:
 
     with contextlib.ExitStack() as resources:
         resources.enter_context(contextlib.closing(iterator))
+        terminated = resources.enter_context(_terminated())  # also while the state is read and the step compiled
 
         # ---- Run directory: from here on the run leaves traces. Each process looks, the first one writes.
         begun = resources.enter_context(unless_it_fails(config.run_dir, write=first_process))
@@ -83,7 +84,6 @@ def train(config: Config) -> None:
             pictures = resources.enter_context(RoutingPictures(config.model, run_dir / "routing.png"))
         evaluate = Evaluation(trainer, eval_batches, writer, progress, pictures)
         profiler = resources.enter_context(contextlib.closing(_Profiler(config, run_dir)))
-        terminated = resources.enter_context(_terminated())
 
         def save(state: State) -> None:
             reports.flush()  # a loss that is not finite stops here, before it is saved

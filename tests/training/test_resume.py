@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from mhar_jax.training import loop
 from mhar_jax.training import metrics as metrics_module
 from tests.commands import wait_for_step
 
@@ -64,6 +65,20 @@ def signal_at(monkeypatch):
         monkeypatch.setattr(metrics_module.MetricsWriter, "write", writing)
 
     return arm
+
+
+def test_a_signal_while_the_run_starts(here, tmp_path, monkeypatch):
+    """Before there is a state: the first step is made and saved."""
+    resume = loop._resume
+
+    def signalled(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return resume(*arguments)
+
+    monkeypatch.setattr(loop, "_resume", signalled)
+    stopped = here(f"--run_dir={tmp_path / 'run'}", "--eval.every=0")
+    assert stopped.code == 0
+    assert [p.name for p in (tmp_path / "run" / "checkpoints").iterdir()] == ["1"]
 
 
 # Documents that are tokenised at the start and packed, and documents tokenised on the fly, row by row.
