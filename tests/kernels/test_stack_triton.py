@@ -132,9 +132,15 @@ def test_given_sources():
     assert blocked[3] < 2e-4  # the final site's query; float32 in both, but for Δ
 
 
-@pytest.mark.parametrize("size", [100.0, pytest.param(1e4, marks=pytest.mark.exhaustive)])
-def test_one_feature_far_above_the_others(size):
-    """As pretrained models have it: values, and gradients, of the others and of queries are as accurate as ever."""
+@pytest.mark.parametrize(
+    ("size", "queries_count"), [(100.0, True), pytest.param(1e4, False, marks=pytest.mark.exhaustive)]
+)
+def test_one_feature_far_above_the_others(size, queries_count):
+    """As pretrained models have it: values and gradients are as accurate as ever.
+
+    The gradient of a query is a difference of numbers as large as the feature's square: beside 1e4 it is a third off
+    site by site already, and 24 bits of a partial are too few (README.md).
+    """
     n, dim = 4, 32
     keys = jax.random.split(jax.random.key(1), 4)
     x = jax.random.normal(keys[0], (8, dim), jnp.bfloat16).at[:, 3].set(size)
@@ -142,7 +148,8 @@ def test_one_feature_far_above_the_others(size):
     queries = jax.random.normal(keys[2], (n + 1, dim)) / 2
     cotangent = jax.random.normal(keys[3], (8, dim), jnp.bfloat16)
     blocked, plain = differences([lambda p, h: h + p] * n, x, biases, queries, 2, 2, cotangent)
-    np.testing.assert_array_less(blocked, 1.5 * plain)  # one draw
+    compared = 4 if queries_count else 3
+    np.testing.assert_array_less(blocked[:compared], 1.5 * plain[:compared])  # one draw
 
 
 @pytest.mark.parametrize("remat", ["none", "sublayer"])
