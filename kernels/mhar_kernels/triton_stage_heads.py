@@ -89,6 +89,7 @@ def _add_rows(acc, weights, rows, C: tl.constexpr):
 def _store_whole(
     rows,
     rest,
+    place,
     exists,
     chunks,
     dtype: tl.constexpr,
@@ -99,9 +100,9 @@ def _store_whole(
     C: tl.constexpr,
     MANTISSA: tl.constexpr,
 ):
-    """Rows [R, K] that other kernels go on with: float32, or as 24 bits (`_near_and_rest`)."""
+    """Rows [R, K] that other kernels go on with, at `place` [R, 1]: float32, or as 24 bits (`_near_and_rest`)."""
     if rows.dtype.element_ty == tl.float32:
-        _store_chunks(rows, exists, chunks, K, K1, K2, C1, C)
+        _store_chunks(rows + place, exists, chunks, K, K1, K2, C1, C)
     else:
         near = ()
         lost = ()
@@ -109,8 +110,8 @@ def _store_whole(
             pair = _near_and_rest(chunks[c], dtype, MANTISSA)
             near = near + (pair[0],)
             lost = lost + (pair[1],)
-        _store_chunks(rows, exists, near, K, K1, K2, C1, C)
-        _store_chunks(rest, exists, lost, K, K1, K2, C1, C)
+        _store_chunks(rows + place, exists, near, K, K1, K2, C1, C)
+        _store_chunks(rest + place, exists, lost, K, K1, K2, C1, C)
 
 
 @triton.jit
@@ -188,11 +189,7 @@ def mix_kernel(
     for c in tl.static_range(C):
         out = out + (acc[c] / z[:, None],)
     place = s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
-    if outside.dtype.element_ty == tl.float32:
-        rest = outside_rest
-    else:
-        rest = outside_rest + place
-    _store_whole(outside + place, rest, here[:, None], out, sources.dtype.element_ty, K, K1, K2, C1, C, MANTISSA)
+    _store_whole(outside, outside_rest, place, here[:, None], out, sources.dtype.element_ty, K, K1, K2, C1, C, MANTISSA)
     tl.store(outside_lse + at, m + tl.log(z), mask=here)
 
 
@@ -276,11 +273,7 @@ def pull_kernel(
         acc = _add_rows(acc, kl, qh, C)
         acc = _add_rows(acc, kh, ql, C)
     place = s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
-    if outside.dtype.element_ty == tl.float32:
-        rest = outside_rest
-    else:
-        rest = outside_rest + place
-    _store_whole(outside + place, rest, here[:, None], acc, sources.dtype.element_ty, K, K1, K2, C1, C, MANTISSA)
+    _store_whole(outside, outside_rest, place, here[:, None], acc, sources.dtype.element_ty, K, K1, K2, C1, C, MANTISSA)
     tl.store(outside_shared + (s.to(tl.int64) * tokens + t) * H + h, shared, mask=here)
 
 
