@@ -22,7 +22,7 @@ def forward(call: "Call", sources: tuple[jax.Array, ...], queries: jax.Array) ->
     n, sites = len(sources), queries.shape[0]
     shape = _shape(call, sources, sites, block=sites)
     rows, r = _stacked(call, shape, sources)
-    out, _, lse = triton_stage_calls.mix(shape, rows, r, *_halves(queries, n, rows.dtype), n, sites, wide=True)
+    out, lse = triton_stage_calls.mix(shape, rows, r, *_halves(queries, n, rows.dtype), n, sites)
     lead = sources[0].shape[:-1]
     return out.reshape(sites, *lead, shape.dim), lse.reshape(sites, *lead, shape.num_heads)
 
@@ -45,7 +45,7 @@ def backward(
         flat = x.reshape(sites, shape.tokens, shape.num_heads).transpose(1, 2, 0)
         return jnp.pad(flat, ((0, 0), (0, 0), (n, shape.padded - n - sites)))
 
-    keys, value, _, shared = triton_stage_calls.pull(
+    keys, value, shared = triton_stage_calls.pull(
         shape,
         rows,
         r,
@@ -58,7 +58,7 @@ def backward(
         n,
         outputs=[
             jax.ShapeDtypeStruct((shape.tokens, shape.num_heads, n, shape.padded), jnp.float32),
-            *shape.partial(wide=True),
+            *shape.partial(),
         ],
         skipped=n,
     )

@@ -75,7 +75,7 @@ def merge(
     """See `schedule.Stages`."""
     shape = Shape.of(plan, source)
     fused = norm is not None and _fuses_norm(source.dtype)
-    partial = outside if outside is not None else _no_partial(shape)
+    partial = outside if outside is not None else _no_partial()
     old = history[3:]
     *buffers, read, rest, mix_rms = call(
         shape,
@@ -107,7 +107,7 @@ def merge(
         },
         (shape.tokens,),
         warps=shape.row_warps,
-        aliases={6 + i: i for i, a in enumerate(old) if a is not None},
+        aliases={5 + i: i for i, a in enumerate(old) if a is not None},
     )
     history = History(*history[:3], *buffers)
     read = read.reshape(source.shape)
@@ -161,7 +161,7 @@ def pull(plan: Plan, history: History, later: Later, block: range) -> tuple[Late
         later.keys,
         block.start,
         len(block),
-        outputs=[shape.later()[2], *shape.partial(wide=False)],
+        outputs=[shape.later()[2], *shape.partial()],
         aliases={7: 0},
     )
     return later._replace(keys=keys), tuple(partial)
@@ -188,7 +188,7 @@ def finish(
     elif kept.mix is not None:
         read = kept.mix
         cotangent, d_norm = pre_norm.pull(read, norm, plan.norm_eps, cotangent)
-    partial = outside if outside is not None else _no_partial(shape)
+    partial = outside if outside is not None else _no_partial()
     first = site == plan.num_sites - 1
     *buffers, d_source = call(
         shape,
@@ -215,7 +215,7 @@ def finish(
         {**shape.rows(), "NORM": fused, "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
         (shape.tokens,),
         warps=shape.row_warps,
-        aliases={} if first else {13 + i: i for i in range(3)},
+        aliases={} if first else {12 + i: i for i in range(3)},
     )
     return Later(*buffers), d_source.reshape(read.shape), d_norm
 
@@ -239,9 +239,9 @@ def _safe(scale: jax.Array | None) -> jax.Array:
     return jnp.where(jnp.abs(scale) < 1e-20, 1e-20, scale)
 
 
-def _no_partial(shape: Shape) -> tuple[jax.Array, ...]:
+def _no_partial() -> tuple[jax.Array, ...]:
     """Stands for what a block's pass would leave, where there is none."""
-    return unused(shape.dtype), unused(jnp.int8), unused(jnp.float32)
+    return unused(jnp.float32), unused(jnp.float32)
 
 
 def _none(dtype) -> jax.ShapeDtypeStruct:

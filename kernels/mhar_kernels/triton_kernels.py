@@ -182,22 +182,6 @@ def _rest_unit(rounded, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def _near_and_rest(exact, dtype: tl.constexpr, MANTISSA: tl.constexpr):
-    """float32 numbers in a 16-bit dtype, and what that takes from them as an int8, in 2**-8 of the spacing there."""
-    near = exact.to(dtype)
-    wide = near.to(tl.float32)
-    units = (exact - wide) / (_rest_unit(wide, MANTISSA) * 2.0**8)
-    return near, tl.minimum(tl.maximum(units, -127.0), 127.0).to(tl.int32)
-
-
-@triton.jit
-def _whole(near, rest, MANTISSA: tl.constexpr):
-    """What `_near_and_rest` was given, to 2**-9 of the spacing."""
-    wide = near.to(tl.float32)
-    return wide + rest.to(tl.float32) * (_rest_unit(wide, MANTISSA) * 2.0**8)
-
-
-@triton.jit
 def forward_body(
     sources,  # tuple: one pointer [N, T, D], or NB pointers [T, D]
     table,  # int64 [G, P, NB] scratch for separate arrays, or None

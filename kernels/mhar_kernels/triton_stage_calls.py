@@ -100,12 +100,10 @@ class Shape(NamedTuple):
             jax.ShapeDtypeStruct((t, h, n, self.padded), jnp.float32),
         ]
 
-    def partial(self, wide: bool) -> list[jax.ShapeDtypeStruct]:
-        """Of what a block's pass leaves for its sites: rows, float32 or as 24 bits in two arrays; a number a head."""
-        place = (self.block, self.tokens, self.dim)
-        rows = jax.ShapeDtypeStruct(place, jnp.float32 if wide else self.dtype)
-        rest = jax.ShapeDtypeStruct((1,) if wide else place, jnp.int8)
-        return [rows, rest, jax.ShapeDtypeStruct((self.block, self.tokens, self.num_heads), jnp.float32)]
+    def partial(self) -> list[jax.ShapeDtypeStruct]:
+        """Of what a block's pass leaves for its sites: rows, and a number a head."""
+        widths = (self.dim, self.num_heads)
+        return [jax.ShapeDtypeStruct((self.block, self.tokens, w), jnp.float32) for w in widths]
 
     def rows(self) -> dict[str, Any]:
         """Constants of kernels that hold whole rows, as tiles [HB, 1, L]."""
@@ -126,7 +124,7 @@ class Shape(NamedTuple):
         """Constants of kernels that hold one head of several rows."""
         first, second, count = self.chunks
         chunks = {"K1": first, "K2": second, "C1": count, "C": count + (second > 0)}
-        return {**self.sizes(), **chunks, "MANTISSA": self.mantissa}
+        return {**self.sizes(), **chunks}
 
 
 def call(
@@ -154,20 +152,17 @@ def call(
     return run(*(x for x in inputs if not isinstance(x, int)))
 
 
-def mix(
-    shape: Shape, sources: Any, inverse_rms: Any, high: Any, low: Any, start: int, sites: int, *, wide: bool = False
-) -> list[jax.Array]:
+def mix(shape: Shape, sources: Any, inverse_rms: Any, high: Any, low: Any, start: int, sites: int) -> list[jax.Array]:
     """What the first `start` sources give to `sites` sites from `start` on, normalised: `Shape.partial`, with the lse.
 
     sources: [.., T, D]. inverse_rms: float32 [T, NP]. high, low: effective queries [N, D] as two storage numbers.
-    wide: float32 rows.
     """
     together = shape.together("mix")
     return call(
         shape,
         triton_stage_heads.mix_kernel,
         [sources, inverse_rms, high, low, shape.tokens, start, sites],
-        shape.partial(wide),
+        shape.partial(),
         {**shape.heads(), "SB": together, "STAGES": _STAGES["mix"]},
         (-(-shape.tokens // (16 // together)) * shape.num_heads, -(-sites // together)),
         warps=shape.head_warps,
@@ -219,7 +214,7 @@ def query(shape: Shape, sources: Any, keys: Any, sites: range) -> jax.Array:
     sources: [N, T, D]. keys: float32 [T, H, N, NP].
     """
     number = keys.shape[2]
-    width = min(128, max(16, power_of_two(len(sites))))  # sites of a program
+    width = min(64, max(16, power_of_two(len(sites))))  # sites of a program
     tiles = -(-len(sites) // width)
     parts = 1 if shape.head_dim <= 256 else -(-shape.head_dim // 128)  # accumulators of a program stay in registers
     first, second = halves(shape.head_dim) if parts == 1 else (128, 0)
@@ -239,7 +234,7 @@ def query(shape: Shape, sources: Any, keys: Any, sites: range) -> jax.Array:
             "PARTS": parts,
             "STAGES": _STAGES["query"],
         },
-        (shape.num_heads * parts, chunks, tiles),
+        (shape.num_heads * parts, tiles, chunks),
         warps=warps,
     )
     return jnp.sum(partial, axis=0)

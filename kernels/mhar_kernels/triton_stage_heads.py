@@ -19,8 +19,6 @@ together. In-place buffers are outputs that alias an input, named `unused_*` her
 import triton
 import triton.language as tl
 
-from mhar_kernels.triton_kernels import _near_and_rest
-
 
 @triton.jit
 def _split(x, like):
@@ -86,35 +84,6 @@ def _add_rows(acc, weights, rows, C: tl.constexpr):
 
 
 @triton.jit
-def _store_whole(
-    rows,
-    rest,
-    place,
-    exists,
-    chunks,
-    dtype: tl.constexpr,
-    K: tl.constexpr,
-    K1: tl.constexpr,
-    K2: tl.constexpr,
-    C1: tl.constexpr,
-    C: tl.constexpr,
-    MANTISSA: tl.constexpr,
-):
-    """Rows [R, K] that other kernels go on with, at `place` [R, 1]: float32, or as 24 bits (`_near_and_rest`)."""
-    if rows.dtype.element_ty == tl.float32:
-        _store_chunks(rows + place, exists, chunks, K, K1, K2, C1, C)
-    else:
-        near = ()
-        lost = ()
-        for c in tl.static_range(C):
-            pair = _near_and_rest(chunks[c], dtype, MANTISSA)
-            near = near + (pair[0],)
-            lost = lost + (pair[1],)
-        _store_chunks(rows + place, exists, near, K, K1, K2, C1, C)
-        _store_chunks(rest + place, exists, lost, K, K1, K2, C1, C)
-
-
-@triton.jit
 def mix_kernel(
     sources,  # [N, T, D]
     inverse_rms,  # float32 [T, NP]
@@ -123,8 +92,7 @@ def mix_kernel(
     tokens,
     start,  # first site of the block: so many sources lie before it
     sites,  # of the block
-    outside,  # [S, T, D]: float32, or in the storage dtype with
-    outside_rest,  # int8 [S, T, D]: what that takes from it
+    outside,  # float32 [S, T, D]
     outside_lse,  # float32 [S, T, H]
     D: tl.constexpr,
     H: tl.constexpr,
@@ -135,7 +103,6 @@ def mix_kernel(
     K2: tl.constexpr,
     C1: tl.constexpr,
     C: tl.constexpr,
-    MANTISSA: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Some tokens and a head a program: all sites of a block over all sources before it, normalised.
@@ -189,7 +156,7 @@ def mix_kernel(
     for c in tl.static_range(C):
         out = out + (acc[c] / z[:, None],)
     place = s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
-    _store_whole(outside, outside_rest, place, here[:, None], out, sources.dtype.element_ty, K, K1, K2, C1, C, MANTISSA)
+    _store_chunks(outside + place, here[:, None], out, K, K1, K2, C1, C)
     tl.store(outside_lse + at, m + tl.log(z), mask=here)
 
 
@@ -210,8 +177,7 @@ def pull_kernel(
     skipped,
     rows,  # of `keys`
     keys,  # float32 [T, H, rows, NP], in place
-    outside,  # [S, T, D]: float32, or in the storage dtype with
-    outside_rest,  # int8 [S, T, D]
+    outside,  # float32 [S, T, D]
     outside_shared,  # float32 [S, T, H]
     D: tl.constexpr,
     H: tl.constexpr,
@@ -222,7 +188,6 @@ def pull_kernel(
     K2: tl.constexpr,
     C1: tl.constexpr,
     C: tl.constexpr,
-    MANTISSA: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Some tokens and a head a program: the gradients of all sources of a block from all sites behind it.
@@ -273,7 +238,7 @@ def pull_kernel(
         acc = _add_rows(acc, kl, qh, C)
         acc = _add_rows(acc, kh, ql, C)
     place = s.to(tl.int64)[:, None] * stride + t[:, None] * D + h * K
-    _store_whole(outside, outside_rest, place, here[:, None], acc, sources.dtype.element_ty, K, K1, K2, C1, C, MANTISSA)
+    _store_chunks(outside + place, here[:, None], acc, K, K1, K2, C1, C)
     tl.store(outside_shared + (s.to(tl.int64) * tokens + t) * H + h, shared, mask=here)
 
 
@@ -303,9 +268,9 @@ def query_kernel(
     """
     h = tl.program_id(0) // PARTS
     offset = (tl.program_id(0) % PARTS) * (K1 + K2)
-    first = tl.program_id(1) * chunk
+    first = tl.program_id(2) * chunk
     count = tl.minimum(chunk, tokens - first)
-    i = begin + tl.program_id(2) * MS + tl.arange(0, MS)
+    i = begin + tl.program_id(1) * MS + tl.arange(0, MS)
     j = tl.arange(0, 16)
     stride = tl.cast(tokens, tl.int64) * D
     k1 = offset + tl.arange(0, K1)[None, :]
@@ -313,7 +278,7 @@ def query_kernel(
     acc1 = tl.zeros((MS, K1), tl.float32)
     if K2 > 0:
         acc2 = tl.zeros((MS, K2), tl.float32)
-    steps = (number + 15) // 16
+    steps = (tl.minimum(number, begin + (tl.program_id(1) + 1) * MS) + 15) // 16  # a site has no later sources
     for u in tl.range(0, count * steps, num_stages=STAGES):
         t = (first + u // steps).to(tl.int64)
         n = (u % steps) * 16 + j
@@ -327,7 +292,7 @@ def query_kernel(
         if K2 > 0:
             v2 = tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0)
             acc2 = tl.dot(low, v2, tl.dot(high, v2, acc2))
-    out = partial + (tl.program_id(1).to(tl.int64) * (end - begin) + i - begin)[:, None] * D + h * K
+    out = partial + (tl.program_id(2).to(tl.int64) * (end - begin) + i - begin)[:, None] * D + h * K
     tl.store(out + k1, acc1, mask=(i < end)[:, None] & (k1 < K))
     if K2 > 0:
         tl.store(out + k2, acc2, mask=(i < end)[:, None] & (k2 < K))

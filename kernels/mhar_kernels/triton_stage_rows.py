@@ -15,7 +15,7 @@ together. In-place buffers are outputs that alias an input, named `unused_*` her
 import triton
 import triton.language as tl
 
-from mhar_kernels.triton_kernels import _load_row, _near_and_rest, _store_row, _whole
+from mhar_kernels.triton_kernels import _load_row, _rest_unit, _store_row
 
 
 @triton.jit
@@ -36,12 +36,34 @@ def _wide(row, C: tl.constexpr):
 
 
 @triton.jit
+def _near_and_rest(exact, dtype: tl.constexpr, MANTISSA: tl.constexpr):
+    """float32 numbers in a 16-bit dtype, and what that takes from them as an int8, in 2**-8 of the spacing there."""
+    near = exact.to(dtype)
+    wide = near.to(tl.float32)
+    if MANTISSA == 7:  # bfloat16 is the upper half of a float32: a difference of bits, at half the cost
+        bits = exact.to(tl.int32, bitcast=True) - wide.to(tl.int32, bitcast=True)
+        return near, tl.minimum((bits + 128) >> 8, 127)
+    else:
+        units = (exact - wide) / (_rest_unit(wide, MANTISSA) * 2.0**8)
+        return near, tl.minimum(tl.maximum(units, -127.0), 127.0).to(tl.int32)
+
+
+@triton.jit
+def _whole(near, rest, MANTISSA: tl.constexpr):
+    """What `_near_and_rest` was given, to 2**-9 of the spacing, in float32; near, rest: as any numbers of 32 bits."""
+    wide = near.to(tl.float32)
+    if MANTISSA == 7:
+        return (wide.to(tl.int32, bitcast=True) + (rest.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
+    else:
+        return wide + rest.to(tl.float32) * (_rest_unit(wide, MANTISSA) * 2.0**8)
+
+
+@triton.jit
 def merge_kernel(
     source,  # [T, D]: the source of this site
     queries,  # float32 [N, D]: effective
     scale,  # float32 [D]: of the norm that the mix goes through, or unused
-    outside,  # [S, T, D]: `mix` of the block, or unused; with
-    outside_rest,  # int8 [S, T, D]: what rounding took from it
+    outside,  # float32 [S, T, D]: `mix` of the block, or unused
     outside_lse,  # float32 [S, T, H]
     unused_sources,
     unused_rms,
@@ -88,9 +110,7 @@ def merge_kernel(
     if OUTSIDE:
         at = ((site - start) * tl.cast(tokens, tl.int64) + t) * H + heads
         before = tl.load(outside_lse + at, mask=heads < H, other=-1e30)
-        place = (site - start) * stride + t * D
-        part = _load_row(outside + place, H, K, HB, L, C, outside.dtype.element_ty)
-        part_rest = _load_row(outside_rest + place, H, K, HB, L, C, tl.int8)
+        part = _load_row(outside + ((site - start) * stride + t * D), H, K, HB, L, C)
     m = tl.full((HB, 1, 1), -1e30, tl.float32)
     z = tl.zeros((HB, 1, 1), tl.float32)
     acc = ()
@@ -133,7 +153,7 @@ def merge_kernel(
         z += p
         more = ()
         for c in tl.static_range(C):
-            more = more + (acc[c] + _whole(part[c], part_rest[c], MANTISSA) * p,)
+            more = more + (acc[c] + part[c] * p,)
         acc = more
     m = top
     exact = ()
@@ -173,8 +193,7 @@ def finish_kernel(
     inverse_rms,  # float32 [T, NP]
     lse,  # float32 [T, H, NP]
     logits,  # float32 [T, N, S, H]
-    outside,  # [S, T, D]: `pull` of the block, or unused; with
-    outside_rest,  # int8 [S, T, D]
+    outside,  # float32 [S, T, D]: `pull` of the block, or unused
     outside_shared,  # float32 [S, T, H]
     unused_cotangents,
     unused_deltas,
@@ -218,9 +237,7 @@ def finish_kernel(
     own_logit = tl.load(own + site * (S * H), mask=exists, other=0.0)
     own_lse = tl.load(lse + at + site, mask=exists, other=0.0)
     if OUTSIDE:
-        place = (site - start) * stride + t * D
-        pulled = _load_row(outside + place, H, K, HB, L, C, outside.dtype.element_ty)
-        pulled_rest = _load_row(outside_rest + place, H, K, HB, L, C, tl.int8)
+        pulled = _load_row(outside + ((site - start) * stride + t * D), H, K, HB, L, C)
         shared = tl.load(
             outside_shared + ((site - start) * tl.cast(tokens, tl.int64) + t) * H + heads, mask=exists, other=0.0
         )
@@ -255,7 +272,7 @@ def finish_kernel(
     if OUTSIDE:
         more = ()
         for c in tl.static_range(C):
-            more = more + (acc[c] + _whole(pulled[c], pulled_rest[c], MANTISSA),)
+            more = more + (acc[c] + pulled[c],)
         acc = more
     for i in tl.range(site + 1, stop, num_stages=STAGES):
         row = _load_row(cotangents + i * stride + t * D, H, K, HB, L, C)
