@@ -91,6 +91,13 @@ def start() -> list[str]:
     return notes
 
 
+def keep(report: reports.Report, out: str | None) -> None:
+    """Writes what has been measured so far, in case the command is ended before the rest."""
+    if out:
+        note = "not complete: the command had not ended"
+        dataclasses.replace(report, notes=[*report.notes, note]).save(pathlib.Path(out) / f"{report.kind}.json")
+
+
 def finish(report: reports.Report, out: str | None, wall_seconds: Mapping[str, float]) -> int:
     """Prints the table and the notes, writes the files. 1 if a row is wrong or failed, else 0.
 

@@ -108,6 +108,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
         common_part |= common.overrides(options.set)
         of = {v: {**common_part, "variant": v, "implementation": named[v]} for v in variants}
         found += _measure(of, models, steps, options)
+        common.keep(Report("decode", environment_now, found, notes), options.out)
         gc.collect()
     return Report("decode", environment_now, found, notes)
 

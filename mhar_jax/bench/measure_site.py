@@ -88,14 +88,16 @@ def _inputs(shape: SiteShape, layout: str, calls: int) -> tuple[list[dict[str, A
         sources = jax.random.normal(keys[0], (shape.sources, *row), shape.dtype)
         found: dict[str, Any] = {"sources": sources}
         found["query"] = jax.random.normal(keys[1], (shape.dim,)) * (shape.heads / shape.dim) ** 0.5
-        if layout == "separate":
-            found["sources"] = tuple(sources[i] for i in range(shape.sources))
         if shape.delta:
             found["residual"] = jax.random.normal(keys[2], row, shape.dtype)
             found["gate"] = 0.5 + jax.random.uniform(keys[3])
         return found, jax.random.normal(keys[4], row, shape.dtype)
 
     made = [make(key) for key in jax.random.split(jax.random.key(shape.sources * shape.dim), calls)]
+    if layout == "separate":  # one at a time: a program with so many results takes XLA minutes
+        row_of = jax.jit(lambda sources, i: sources[i])
+        for found, _ in made:
+            found["sources"] = tuple(row_of(found["sources"], i) for i in range(shape.sources))
     return [m[0] for m in made], [m[1] for m in made]
 
 

@@ -53,7 +53,7 @@ class Report:
     copy_tb_per_s: float | None = None  # measured in the same run, bytes read and bytes written
 
     def save(self, path: pathlib.Path) -> None:
-        """Writes the JSON.
+        """Writes the JSON, whole or not at all.
 
         Raises:
           UserError: it cannot be written.
@@ -61,7 +61,9 @@ class Report:
         text = json.dumps(_finite({"schema": SCHEMA, **asdict(self)}), indent=1, allow_nan=False) + "\n"
         with writing("the benchmark's result", path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
+            aside = path.with_name(f".{path.name}.part")
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(path)
 
 
 def timed(of: Mapping[str, Any], samples_ms: Sequence[float], **metrics: Any) -> Row:

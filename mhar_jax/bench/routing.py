@@ -113,6 +113,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
                 clock.say(f"{name}: all {model.sites} sites, {layout}")
                 jobs += model_jobs(name, model, runs, settings)
         rows.extend(measure(jobs, settings))
+        common.keep(Report("routing", found, rows, notes, copy), options.out)
 
     # What compiles longest, and says least, comes last: a deadline leaves it out.
     if "blocked" in layouts:
@@ -127,6 +128,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
                 continue
             clock.say(f"{name}: {site.sources} sources, D {site.dim}, {layout}")
             rows += measure_site(name, site, layout, those, settings)
+            common.keep(Report("routing", found, rows, notes, copy), options.out)
     if "site_by_site" in layouts:
         measure_models("site_by_site")
     order = list(presets)

@@ -83,6 +83,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
         rows += _measure(
             preset, by_pair, options.steps or (1 if cpu else 8), options.windows, options.threads, options.set
         )
+        common.keep(Report("training", environment_now, rows, notes), options.out)
         gc.collect()
     return Report("training", environment_now, rows, notes)
 

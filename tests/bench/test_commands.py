@@ -48,6 +48,23 @@ def test_routing(tmp_path, capsys):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_was_measured_outlives_an_interruption(tmp_path, monkeypatch):
+    """A result is written after every part of it, and says that it is not complete."""
+
+    def measure(name, shape, layout, chosen, settings):
+        if layout == "separate":
+            raise KeyboardInterrupt
+        return [report.timed({"preset": name, "what": "site", "layout": layout}, [1.0])]
+
+    monkeypatch.setattr("mhar_jax.bench.measure_site.measure_site", measure)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["routing", "--shapes=2x16x1", "--layouts=stacked,separate", f"--out={tmp_path}"])
+    saved = report.load(tmp_path / "routing.json")
+    assert [row.of["layout"] for row in saved.rows] == ["stacked"]
+    assert saved.notes[-1] == "not complete: the command had not ended"
+    assert [path.name for path in tmp_path.iterdir()] == ["routing.json"]
+
+
 def test_training(tmp_path):
     arguments = ["--steps=1", "--windows=3", "--set=model.num_layers=1", f"--out={tmp_path}"]
     assert bench.main(["training", "--implementations=xla", *arguments]) == 0
