@@ -226,7 +226,7 @@ def _validate(
         raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
     if dim % num_heads:
         raise ValueError(f"num_heads must divide the width D, got num_heads={num_heads} and D={dim}")
-    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or not 0 <= eps <= _LARGEST:
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or eps < 0 or not eps <= _LARGEST:
         raise ValueError(f"eps must be a finite number of at least 0 in float32, got {eps!r}")
     for flag, value in (("return_weights", return_weights), ("interpret", interpret)):
         if not isinstance(value, bool):

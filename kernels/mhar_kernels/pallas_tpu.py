@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhar_kernels import twofloat
+from mhar_kernels import batching, twofloat
 from mhar_kernels.contract import RouteArrays, RouteCall, RouteForward, RouteGrads, RouteSaved
 from mhar_kernels.pallas_backward import backward_call
 from mhar_kernels.pallas_common import Inputs, Layout
@@ -182,6 +182,9 @@ def _over_groups(whole: Callable[[Inputs], _Pieces]) -> Callable[[Inputs], _Piec
     @run.def_vmap
     def over(size: int, is_mapped: list[Inputs], inputs: Inputs):
         (mapped,) = is_mapped
+        if size == 0:
+            none = batching.of_none(run, [mapped], [inputs])
+            return none, jax.tree.map(lambda _: True, none)
         if any(mapped.sources):  # all share one axis
             sources = tuple(
                 s if m else jnp.broadcast_to(s, (size, *s.shape))

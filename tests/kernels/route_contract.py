@@ -187,8 +187,9 @@ class RouteContract:
 
     # Gradients.
 
-    def test_one_source_has_exactly_zero_query_gradient(self):
-        case = random_case(1, (3, 2), 48, 3)
+    @pytest.mark.parametrize("form", [{}, {"dtype": "bfloat16", "residual": True, "gate": 0.7}])
+    def test_one_source_has_exactly_zero_query_gradient(self, form):
+        case = random_case(1, (3, 2), 48, 3, **form)
         _, _, grads = self.run(case)
         np.testing.assert_array_equal(grads["query"], 0)
         np.testing.assert_array_equal(grads["norm_scale"], 0)

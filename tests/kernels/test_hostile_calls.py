@@ -116,6 +116,22 @@ def test_a_list_of_one(implementation):
     np.testing.assert_allclose(out, S[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "pallas_tpu"])
+def test_second_derivatives_are_refused(implementation):
+    loss = lambda q: jnp.sum(depth_route(S, q, num_heads=2, implementation=implementation, interpret=True) ** 2)
+    with pytest.raises(UnsupportedInputError, match="no second derivatives; implementation='xla'"):
+        jax.jit(jax.hessian(loss))(Q)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "pallas_tpu"])
+def test_a_batch_of_none(implementation):
+    route = lambda s, q: depth_route(s, q, num_heads=2, implementation=implementation, interpret=True)
+    none = jnp.zeros((0, *S.shape))
+    many = jax.vmap(route, (0, None))
+    assert many(none, Q).shape == (0, 4, 24)
+    np.testing.assert_array_equal(jax.grad(lambda q: jnp.sum(many(none, q)))(Q), 0)
+
+
 def test_every_float16_number_is_decoded_exactly():
     bits = np.arange(2**16, dtype=np.uint16).view(np.int16)
     want = bits.view(np.float16).astype(np.float32)
