@@ -154,7 +154,8 @@ class _Pass:
 
     def _weights(self, rows: pl.Slice, logits: Logits) -> Entries:
         top, log_total = load_entries(self.scratch.top, rows), load_entries(self.scratch.log_total, rows)
-        return exponentials(logits, (top, log_total))
+        # At most 1, but where a huge logit was rounded otherwise than in the forward kernel.
+        return [jnp.minimum(x, 1.0) for x in exponentials(logits, (top, log_total))]
 
     def _gated(self, x: jax.Array) -> jax.Array:
         return x if self.given.gate is None else x * self.given.gate[0]
