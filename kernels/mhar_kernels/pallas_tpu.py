@@ -229,7 +229,7 @@ def _last_tokens(inputs: Inputs, start: int, count: int, rows: int) -> Inputs:
     return replace(
         inputs,
         sources=tuple(padded(s, 1.0) for s in inputs.sources),
-        stats=padded(inputs.stats, jnp.finfo(jnp.float32).max),  # no logit is larger: weights of exp(-inf)
+        stats=padded(inputs.stats, float(jnp.finfo(jnp.float32).max)),  # no logit is larger: weights of exp(-inf)
         **{k: padded(getattr(inputs, k), 0.0) for k in ("residual", "d_out", "mix", "rest", "shift", "d_weights")},
     )
 
