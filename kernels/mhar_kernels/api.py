@@ -21,6 +21,7 @@ Implementation = Literal["reference", "xla", "pallas_tpu", "triton"]
 IMPLEMENTATIONS: tuple[str, ...] = ("reference", "xla", "pallas_tpu", "triton")
 _BEST = {"tpu": "pallas_tpu", "gpu": "triton"}  # tried first; xla supports everything
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+_LARGEST = float(np.finfo(np.float32).max)
 _log = logging.getLogger("mhar_kernels")
 
 ArrayLike = jax.Array | np.ndarray
@@ -225,8 +226,8 @@ def _validate(
         raise ValueError(f"num_heads must be a positive integer, got {num_heads!r}")
     if dim % num_heads:
         raise ValueError(f"num_heads must divide the width D, got num_heads={num_heads} and D={dim}")
-    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or not math.isfinite(eps) or eps < 0:
-        raise ValueError(f"eps must be a finite number of at least 0, got {eps!r}")
+    if isinstance(eps, bool) or not isinstance(eps, numbers.Real) or eps < 0 or not eps <= _LARGEST:
+        raise ValueError(f"eps must be a finite number of at least 0 in float32, got {eps!r}")
     for flag, value in (("return_weights", return_weights), ("interpret", interpret)):
         if not isinstance(value, bool):
             raise ValueError(f"{flag} must be True or False, got {value!r}")
@@ -286,14 +287,22 @@ def _validate(
 def _array(name: str, value) -> jax.Array:
     if not isinstance(value, jax.Array | np.ndarray):
         raise ValueError(f"{name} must be an array, got {type(value).__name__}")
-    return jnp.asarray(value)
+    return _as_jax(name, value)
+
+
+def _as_jax(name: str, value) -> jax.Array:
+    try:
+        return jnp.asarray(float(value) if isinstance(value, int) else value)
+    except (TypeError, OverflowError):  # text, objects, dates, a foreign byte order; 10**400
+        got = getattr(value, "dtype", "an integer beyond float64")
+        raise ValueError(f"{name} must be of a floating-point dtype that JAX has, got {got}") from None
 
 
 def _parameter(name: str, value, shape: tuple[int, ...]) -> jax.Array:
     if isinstance(value, bool) or not isinstance(value, jax.Array | np.ndarray | np.generic | float | int):
         wanted = f"an array of shape {shape}" if shape else "a number or an array of shape ()"
         raise ValueError(f"{name} must be {wanted}, got {type(value).__name__}")
-    array = jnp.asarray(value)
+    array = _as_jax(name, value)
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
     if isinstance(value, int | float):

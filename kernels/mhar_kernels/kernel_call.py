@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from mhar_kernels import varying
 from mhar_kernels.contract import Backend, RouteArrays, RouteCall, RouteSaved
+from mhar_kernels.errors import UnsupportedInputError
 
 MODULES = {"pallas_tpu": "mhar_kernels.pallas_tpu", "triton": "mhar_kernels.triton_gpu"}
 
@@ -39,17 +40,39 @@ def _route(name: str, call: RouteCall, arrays: RouteArrays) -> tuple[jax.Array, 
     return result.out, result.weights
 
 
+def _differentiable_once(function):
+    """function(name, call, *arrays); differentiating it is refused in a sentence, not somewhere inside a kernel."""
+    guarded = jax.custom_jvp(function, nondiff_argnums=(0, 1))
+
+    @guarded.defjvp
+    def _(name, call, primals, tangents):
+        raise UnsupportedInputError(f"{name} has no second derivatives; implementation='xla' has them")
+
+    return guarded
+
+
+@_differentiable_once
+def _run_forward(name, call, arrays):
+    return load(name).forward(dataclasses.replace(call, differentiated=True), arrays)
+
+
+@_differentiable_once
+def _run_backward(name, call, kept, cotangents):
+    return load(name).backward(call, *kept, *cotangents)
+
+
 def _forward(name, call, arrays):
-    result = load(name).forward(dataclasses.replace(call, differentiated=True), arrays)
+    result = _run_forward(name, call, arrays)
     mix = result.out if result.mix is None else result.mix
     return (result.out, result.weights), (arrays, RouteSaved(mix, result.lse, result.weights))
 
 
 def _backward(name, call, kept, cotangents):
-    arrays, saved = kept
-    d_out, d_weights = cotangents
-    grads = load(name).backward(call, arrays, saved, d_out, d_weights)
-    low = None if arrays.query_low is None else jnp.zeros_like(arrays.query_low)
+    query_low = kept[0].query_low
+    grads = _run_backward(name, call, kept, cotangents)
+    if call.rows == 1:  # a softmax over one row is constant, whatever rounding says
+        grads = grads._replace(query=jnp.zeros_like(grads.query))
+    low = None if query_low is None else jnp.zeros_like(query_low)
     return (RouteArrays(query_low=low, **grads._asdict()),)
 
 

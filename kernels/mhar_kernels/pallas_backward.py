@@ -2,6 +2,8 @@
 
 The gradient of a logit needs Delta = <d_out, mix> of its head, a sum over all sources. A resident tile keeps its
 sources in VMEM: a first sweep makes the weights and <d_out, s_n>, hence Delta in float32, a second sweep the gradients.
+These weights are divided by their own sum: where a logit is large, rounding it differently than the forward kernel did
+would put their sum off one, and Delta with it.
 Otherwise the forward kernel has left the mix and, of 16-bit storage, what rounding took from it, and one sweep does
 both. The rounded mix alone would not do: an error of 2^-9 in every logit's gradient makes the query's gradient a
 thousand times less accurate than that of the xla implementation.
@@ -43,7 +45,9 @@ class _Scratch:
     top: Ref  # entries: the softmax's reference logit
     log_total: Ref  # entries: log of the sum of exp(logit - top)
     delta: Ref  # entries: <d_out, mix>; at last what the logits' gradients take off, with gate and d_weights
-    packed_delta: Ref = None  # [rows, H]: that in its last form, for a resident tile
+    weight_sum: Ref = None  # entries: sum of the weights, for a resident tile
+    packed_delta: Ref = None  # [rows, H]: delta in its last form, for a resident tile
+    packed_scale: Ref = None  # [rows, H]: 1 / weight_sum
     kept: Ref = None  # [N, rows, 3H + 1] of a resident tile: weight, <d_out, s> and logit a head; inverse RMS
     null_product: Ref = None  # entries: <d_out, null source>
 
@@ -65,7 +69,8 @@ def backward_call(layout: Layout, inputs: Inputs) -> list[jax.Array]:
     if call.has_null:
         temporaries["null_product"] = entries
     if plan.resident:
-        temporaries["packed_delta"] = pltpu.VMEM((plan.rows, heads), jnp.float32)
+        temporaries["weight_sum"] = entries
+        temporaries |= dict.fromkeys(("packed_delta", "packed_scale"), pltpu.VMEM((plan.rows, heads), jnp.float32))
         temporaries["kept"] = pltpu.VMEM((max(1, call.num_sources), plan.rows, 3 * heads + 1), jnp.float32)
     semaphores = [pltpu.SemaphoreType.DMA((plan.slots,))] * 2
 
@@ -149,7 +154,8 @@ class _Pass:
 
     def _weights(self, rows: pl.Slice, logits: Logits) -> Entries:
         top, log_total = load_entries(self.scratch.top, rows), load_entries(self.scratch.log_total, rows)
-        return exponentials(logits, (top, log_total))
+        # At most 1, but where a huge logit was rounded otherwise than in the forward kernel.
+        return [jnp.minimum(x, 1.0) for x in exponentials(logits, (top, log_total))]
 
     def _gated(self, x: jax.Array) -> jax.Array:
         return x if self.given.gate is None else x * self.given.gate[0]
@@ -177,9 +183,11 @@ class _Pass:
             elif given.null is not None:
                 weights = self._weights(rows, self.layout.null_logit(given))
                 delta = [a * b for a, b in zip(weights, product, strict=True)]
+                store_entries(scratch.weight_sum, rows, weights)
             else:
                 entries, _, lanes = scratch.delta.shape
                 delta = [jnp.zeros((self.layout.plan.group, lanes), jnp.float32)] * entries
+                store_entries(scratch.weight_sum, rows, delta)
             store_entries(scratch.delta, rows, delta)
 
         self.layout.each_group(visit)
@@ -190,14 +198,16 @@ class _Pass:
         scorer = self.layout.scorer(self.given, self.given.membership())
 
         def visit(rows: pl.Slice) -> None:
-            delta = load_entries(scratch.delta, rows)
+            delta, weight_sum = load_entries(scratch.delta, rows), load_entries(scratch.weight_sum, rows)
             for i in range(count):
                 score = scorer.score(source_tile(scratch.buffer, slot, i, rows), [self._d_out(rows)])
                 weights, products = self._weights(rows, score.logits), score.products[0]
                 kept = heads.pack(weights, products, score.high, score.inverse_rms)
                 scratch.kept[first_source + i, rows, :] = kept
                 delta = [d + a * b for d, a, b in zip(delta, weights, products, strict=True)]
+                weight_sum = _sums(weight_sum, weights)
             store_entries(scratch.delta, rows, delta)
+            store_entries(scratch.weight_sum, rows, weight_sum)
 
         self.layout.each_group(visit)
 
@@ -207,7 +217,11 @@ class _Pass:
         membership = given.membership()
 
         def visit(rows: pl.Slice) -> None:
-            delta = load_entries(scratch.delta, rows)
+            delta, scale = load_entries(scratch.delta, rows), None
+            if scratch.weight_sum is not None:
+                scale = [_inverse(x) for x in load_entries(scratch.weight_sum, rows)]
+                scratch.packed_scale[rows, :] = heads.pack(scale)
+                delta = _products(delta, scale)
             if outputs.gate is not None:
                 outputs.gate[0, 0] += fold_rows(heads.pack(delta))
             delta = [self._gated(x) for x in delta]
@@ -220,6 +234,8 @@ class _Pass:
             if outputs.null_mixed is None:
                 return
             weights = self._weights(rows, self.layout.null_logit(given))
+            if scale is not None:
+                weights = _products(weights, scale)
             d_weights = self._d_weights(rows, load_entries(scratch.null_product, rows), 0)
             outputs.null_logit[0, 0] += fold_rows(heads.pack(_d_logits(weights, d_weights, delta)))
             spread, d_out = heads.spread([self._gated(x) for x in weights], membership), self._d_out(rows)
@@ -253,8 +269,10 @@ class _Pass:
         given, scratch, heads, membership = self.given, self.scratch, self.layout.heads, self.given.membership()
         assert scratch.kept is not None
         assert scratch.packed_delta is not None
+        assert scratch.packed_scale is not None
         kept, count = scratch.kept[source, rows, :], heads.num_heads
         weights, products, logits = (kept[:, k * count : (k + 1) * count] for k in range(3))
+        weights = weights * scratch.packed_scale[rows, :]
         inverse_rms = kept[:, 3 * count :]
         d_weights = self._gated(products)
         if given.d_weights is not None:
@@ -305,6 +323,15 @@ class _Factors:
 
 def _sums(a: Entries, b: Entries) -> Entries:
     return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def _products(a: Entries, b: Entries) -> Entries:
+    return [x * y for x, y in zip(a, b, strict=True)]
+
+
+def _inverse(weight_sum: jax.Array) -> jax.Array:
+    """Zero for tokens of padding, which have no weights."""
+    return jnp.where(weight_sum == 0, 0.0, 1.0 / weight_sum)
 
 
 def _d_logits(weights: Entries, d_weights: Entries, delta: Entries) -> Entries:

@@ -119,7 +119,8 @@ def backward_plan(call: RouteCall) -> Plan:
         per_row = slots * chunk * heads.padded * size + 2 * heads.padded * size
         per_row += 2 * _lanes(2 * call.num_heads) + (3 + call.has_null) * _entries_bytes(heads)
         if resident:
-            per_row += max(1, call.num_sources) * _lanes(3 * call.num_heads + 1) + _lanes(call.num_heads)
+            per_row += max(1, call.num_sources) * _lanes(3 * call.num_heads + 1) + 2 * _lanes(call.num_heads)
+            per_row += _entries_bytes(heads)
         else:
             per_row += 2 * heads.padded * 4  # mix and rest, or a float32 mix
         per_row += 2 * (call.rows + 1) * _lanes(call.num_heads) * call.return_weights

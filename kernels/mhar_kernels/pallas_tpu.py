@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mhar_kernels import twofloat
+from mhar_kernels import batching, twofloat
 from mhar_kernels.contract import RouteArrays, RouteCall, RouteForward, RouteGrads, RouteSaved
 from mhar_kernels.pallas_backward import backward_call
 from mhar_kernels.pallas_common import Inputs, Layout
@@ -182,6 +182,9 @@ def _over_groups(whole: Callable[[Inputs], _Pieces]) -> Callable[[Inputs], _Piec
     @run.def_vmap
     def over(size: int, is_mapped: list[Inputs], inputs: Inputs):
         (mapped,) = is_mapped
+        if size == 0:
+            none = batching.of_none(run, [mapped], [inputs])
+            return none, jax.tree.map(lambda _: True, none)
         if any(mapped.sources):  # all share one axis
             sources = tuple(
                 s if m else jnp.broadcast_to(s, (size, *s.shape))
@@ -226,7 +229,7 @@ def _last_tokens(inputs: Inputs, start: int, count: int, rows: int) -> Inputs:
     return replace(
         inputs,
         sources=tuple(padded(s, 1.0) for s in inputs.sources),
-        stats=padded(inputs.stats, 1e30),  # weights of exp(-1e30)
+        stats=padded(inputs.stats, float(jnp.finfo(jnp.float32).max)),  # no logit is larger: weights of exp(-inf)
         **{k: padded(getattr(inputs, k), 0.0) for k in ("residual", "d_out", "mix", "rest", "shift", "d_weights")},
     )
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mhar_kernels import triton_launch, tuning
+from mhar_kernels import batching, triton_launch, tuning
 from mhar_kernels.contract import RouteArrays, RouteCall, RouteForward, RouteGrads, RouteSaved
 from mhar_kernels.triton_launch import Signature
 
@@ -152,6 +152,9 @@ def _batchable(call: RouteCall, groups: int, launch, again):
 
     @run.def_vmap
     def batched(size, in_batched, *operands):
+        if size == 0:
+            none = batching.of_none(run, in_batched, operands)
+            return none, jax.tree.map(lambda _: True, none)
         joined = [_join(call, size, b, o) for b, o in zip(in_batched, operands, strict=True)]
         result = again(call, groups * size)(*joined)
         split = {name: _split(call, size, name, x) for name, x in result.items()}

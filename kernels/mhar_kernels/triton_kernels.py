@@ -174,6 +174,12 @@ def _row_logit(
 
 
 @triton.jit
+def _weight(log):
+    """exp of a weight's logarithm, which is above 0 only where a huge logit was rounded otherwise than before."""
+    return tl.exp(tl.where(log > 0, 0.0, log))
+
+
+@triton.jit
 def _rest_unit(rounded, MANTISSA: tl.constexpr):
     """2**-16 of the spacing of a 16-bit dtype with that many mantissa bits, at these rounded values."""
     power = (rounded.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
@@ -411,7 +417,7 @@ def backward_body(
             sums = tl.zeros((HB, 1, L), WIDE)
             for c in tl.static_range(C):
                 sums += null[c] * do[c]
-            null_a = tl.exp(null_logit - norm)
+            null_a = _weight(null_logit - norm)
             null_dw = tl.sum(sums, axis=2, keep_dims=True)
             if d_weights is not None:
                 null_dw += tl.load(d_weights + at_head, mask=heads < H, other=0.0)
@@ -446,7 +452,7 @@ def backward_body(
                 at = ((n + BEFORE)[None, :, None] * all_tokens + token) * H + heads
                 dw += tl.load(d_weights + at, mask=exists & (heads < H), other=0.0)
             # Rows and heads that do not exist get weight 0, so nothing of them reaches a sum.
-            a = tl.exp(tl.where(exists & (heads < H), logit - norm, float("-inf")))
+            a = _weight(tl.where(exists & (heads < H), logit - norm, float("-inf")))
             dlogit = a * (dw - delta)
             key = dlogit * r
             radial = tl.sum(dlogit * logit, axis=0, keep_dims=True) * r * r / D

@@ -73,6 +73,21 @@ def spell(key: Key) -> str:
 
 @functools.cache
 def table(backend: str) -> dict[str, dict[str, dict[str, int]]]:
-    """The tuned table of a backend: device kind -> key -> tile; empty if none is shipped."""
+    """The tuned table of a backend: device kind -> key -> tile; empty if none is shipped.
+
+    Raises:
+      ValueError: the file holds something else.
+    """
     path = TABLES / f"{backend}.json"
-    return json.loads(path.read_text())["tiles"] if path.exists() else {}
+    if not path.exists():
+        return {}
+    try:
+        tiles = json.loads(path.read_text())["tiles"]
+        sizes = [size for entries in tiles.values() for tile in entries.values() for size in tile.values()]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        sizes = [None]
+    if not all(type(size) is int and size >= 1 for size in sizes):
+        raise ValueError(
+            f"{path} must hold tiles of positive integers; remove it, and python -m mhar_kernels.tune writes it anew"
+        )
+    return tiles

@@ -162,6 +162,14 @@ class RouteContract:
         np.testing.assert_array_equal(self.route(sources, query, num_heads=1)[0], [1, 0, 0, 0])
         chex.assert_tree_all_finite(jax.grad(loss, (0, 1))(sources, query))
 
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_query_beyond_all_digits_leaves_gradients_finite(self, dtype):
+        # Logits of 1e20: the last digit of one, computed again, is more than any exponential takes.
+        case = random_case(4, (11,), 24, 3, dtype=dtype, query_scale=1e20, seed=2)
+        out, _, grads = self.run(case, return_weights=False)
+        assert error(out, case.out) < VALUE[dtype]
+        chex.assert_tree_all_finite(grads)
+
     def test_very_negative_logits_beat_no_mask_constant(self):
         # Every logit is about -2e10: a finite "minus infinity" in padding would win the softmax.
         sources = jnp.float32([[[1, 0, 0, 0]], [[1, 0, 0, 0]], [[1, 0, 0, 0]]])
@@ -187,8 +195,9 @@ class RouteContract:
 
     # Gradients.
 
-    def test_one_source_has_exactly_zero_query_gradient(self):
-        case = random_case(1, (3, 2), 48, 3)
+    @pytest.mark.parametrize("form", [{}, {"dtype": "bfloat16", "residual": True, "gate": 0.7}])
+    def test_one_source_has_exactly_zero_query_gradient(self, form):
+        case = random_case(1, (3, 2), 48, 3, **form)
         _, _, grads = self.run(case)
         np.testing.assert_array_equal(grads["query"], 0)
         np.testing.assert_array_equal(grads["norm_scale"], 0)

@@ -24,6 +24,9 @@ WRONG = [
     ({"sources": S[..., :0]}, "width D >= 1"),
     ({"sources": S.astype(jnp.int32)}, "one of float32, bfloat16, float16, float64, got int32"),
     ({"sources": S.astype(jnp.float8_e4m3fn)}, "got float8_e4m3fn"),
+    ({"sources": np.full((3, 4, 24), "a")}, "sources must be of a floating-point dtype that JAX has, got <U1"),
+    ({"sources": np.ones((3, 4, 24), ">f4")}, "sources must be of a floating-point dtype that JAX has, got >f4"),
+    ({"query": np.full(24, None)}, "query must be of a floating-point dtype that JAX has, got object"),
     ({"sources": [S[0], S[1].astype(jnp.bfloat16)]}, "one shape and dtype, got float32.*bfloat16"),
     ({"num_heads": 5}, "num_heads=5 and D=24"),
     ({"num_heads": None}, "positive integer, got None"),
@@ -32,10 +35,13 @@ WRONG = [
     ({"norm_scale": jnp.ones(12)}, r"norm_scale must have shape \(24,\), got \(12,\)"),
     ({"null_source": jnp.ones((4, 24))}, r"null_source must have shape \(24,\), got \(4, 24\)"),
     ({"gate": jnp.ones(2)}, r"gate must have shape \(\), got \(2,\)"),
+    ({"gate": 10**400}, "gate must be of a floating-point dtype that JAX has, got an integer beyond float64"),
     ({"gate": True}, r"gate must be a number or an array of shape \(\), got bool"),
     ({"residual": S[0, :1]}, r"residual must have a source's shape.*\[1, 24\]"),
     ({"residual": S[0].astype(jnp.bfloat16)}, "residual must have a source's shape and dtype, got bfloat16"),
     ({"eps": jnp.float32(1e-6)}, "eps must be a finite number"),
+    ({"eps": 10**400}, "eps must be a finite number of at least 0 in float32, got 1000"),
+    ({"eps": 1e39}, r"eps must be a finite number of at least 0 in float32, got 1e\+39"),
     ({"tile": 8}, "tile must be None or a mapping from names of sizes to integers, got 8"),
     ({"tile": {8: 8}}, "tile must be None or a mapping from names of sizes to integers, got {8: 8}"),
     ({"tile": {"rows": 8.0}}, "tile sizes must be positive integers, got rows=8.0"),
@@ -108,6 +114,22 @@ def test_a_list_of_one(implementation):
     """Its mix is the source itself, whatever the query."""
     out = depth_route([S[0]], Q, num_heads=2, implementation=implementation, interpret=True)
     np.testing.assert_allclose(out, S[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "pallas_tpu"])
+def test_second_derivatives_are_refused(implementation):
+    loss = lambda q: jnp.sum(depth_route(S, q, num_heads=2, implementation=implementation, interpret=True) ** 2)
+    with pytest.raises(UnsupportedInputError, match="no second derivatives; implementation='xla'"):
+        jax.jit(jax.hessian(loss))(Q)
+
+
+@pytest.mark.parametrize("implementation", ["triton", "pallas_tpu"])
+def test_a_batch_of_none(implementation):
+    route = lambda s, q: depth_route(s, q, num_heads=2, implementation=implementation, interpret=True)
+    none = jnp.zeros((0, *S.shape))
+    many = jax.vmap(route, (0, None))
+    assert many(none, Q).shape == (0, 4, 24)
+    np.testing.assert_array_equal(jax.grad(lambda q: jnp.sum(many(none, q)))(Q), 0)
 
 
 def test_every_float16_number_is_decoded_exactly():

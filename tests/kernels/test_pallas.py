@@ -114,6 +114,14 @@ def test_weights_of_both_backward_forms(sweeps):
         assert error(grad, want[name]) < GRADIENT["float32"], name
 
 
+@pytest.mark.parametrize(("dim", "heads"), quick([(24, 3), (256, 2)], lambda shape: shape == (24, 3)))
+def test_two_sweeps_under_a_query_of_thousands(dim, heads):
+    """One source takes all, so logits have no gradient. Weights that do not add up to one would give them one."""
+    case = random_case(4, (16,), dim, heads, dtype="bfloat16", query_scale=5000.0)
+    _, _, grads = _Tiled(sweeps=2).run(case, return_weights=False)
+    assert error(grads["sources"], case.grads["sources"]) < GRADIENT["bfloat16"]
+
+
 @pytest.mark.parametrize(
     ("stacked", "sweeps"), quick([(True, 1), (False, 2), (True, 2), (False, 1)], lambda p: p == (False, 2))
 )

@@ -167,6 +167,28 @@ def test_a_tuned_entry_beats_the_heuristic_and_an_explicit_size_beats_both(tmp_p
         tuning.table.cache_clear()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"tiles": []}',
+        '{"tiles": {"A": {"key": {"warps": 0}}}}',
+        '{"tiles": {"A": {"key": {"warps": "4"}}}}',
+    ],
+)
+def test_a_damaged_table_is_refused_by_name(text, tmp_path, monkeypatch):
+    (tmp_path / "triton.json").write_text(text)
+    monkeypatch.setattr(tuning, "TABLES", tmp_path)
+    tuning.table.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=r"triton\.json must hold tiles of positive integers; remove it, and"):
+            tuning.choose("triton", "A chip", {"dim": 64}, {"warps": 1}, None)
+    finally:
+        tuning.table.cache_clear()
+
+
 def test_tune_writes_a_table_that_calls_then_use(tmp_path, monkeypatch):
     """The whole program on a tiny shape; the times mean nothing here, the flow does."""
     monkeypatch.setattr(tuning, "TABLES", tmp_path)
