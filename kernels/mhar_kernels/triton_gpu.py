@@ -412,11 +412,13 @@ def _refuse_too_large(call: RouteCall, chosen: Tile) -> None:
 def heuristic(call: RouteCall, direction: str) -> Tile:
     """Registers decide: a lane holds up to 40 features of the row, and of every array that must stay with it.
 
-    Half as many with float32 storage, whose arithmetic is float64.
+    Half as many with float32 storage, whose arithmetic is float64; a fifth fewer with a null source, or in delta form of
+    16-bit rows, where else some bytes spill at D 1280.
     """
     heads, head_dim = _power_of_two(call.num_heads), call.head_dim
     vector = 16 // np.dtype(call.dtype).itemsize  # numbers a lane moves at once
-    warps = min(16, max(1, _power_of_two(-(-heads * head_dim // (160 * vector)))))
+    most_features = 128 if call.has_null or (call.additive and vector == 8) else 160
+    warps = min(16, max(1, _power_of_two(-(-heads * head_dim // (most_features * vector)))))
     lanes = max(1, 32 * warps // heads)
     most = lanes * vector
     widths = [1 << i for i in range(most.bit_length()) if 1 << i <= _power_of_two(head_dim)]
