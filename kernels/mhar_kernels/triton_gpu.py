@@ -412,8 +412,8 @@ def _refuse_too_large(call: RouteCall, chosen: Tile) -> None:
 def heuristic(call: RouteCall, direction: str) -> Tile:
     """Registers decide: a lane holds up to 40 features of the row, and of every array that must stay with it.
 
-    Half as many with float32 storage, whose arithmetic is float64; a fifth fewer with a null source, or in delta form of
-    16-bit rows, where else some bytes spill at D 1280.
+    Half as many with float32 storage, whose arithmetic is float64; a fifth fewer with a null source, or in delta form
+    of 16-bit rows, where else some bytes spill at D 1280.
     """
     heads, head_dim = _power_of_two(call.num_heads), call.head_dim
     vector = 16 // np.dtype(call.dtype).itemsize  # numbers a lane moves at once
