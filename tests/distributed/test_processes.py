@@ -61,6 +61,16 @@ def run_alone(launch, alone: pathlib.Path) -> pathlib.Path:
     return alone
 
 
+def test_two_processes_equal_one(launch, tmp_path):
+    """The least of what the slow tests below do with more meshes, processes and steps."""
+    few = ("--steps=3", "--checkpoint.every=0", "--eval.every=0")
+    runs = {count: launch(count, f"--run_dir={tmp_path / str(count)}", *few) for count in (1, 2)}
+    ends = [end for run in runs.values() for end in run.wait()]
+    assert [end.code for end in ends] == [0, 0, 0], ends
+    assert "2 x cpu (cpu) of 2 processes, mesh data=2" in ends[1].out
+    assert_equal(tmp_path / "2", tmp_path / "1", 3)
+
+
 @pytest.mark.slow
 def test_two_processes_equal_one_and_survive_a_lost_one(launch, alone, tmp_path):
     """Kill one; the other says so and ends; the same command continues; the end is that of one process."""

@@ -12,7 +12,7 @@ from tests.training import mutate
 def test_each_config_runs_or_is_refused_in_a_sentence(tmp_path, monkeypatch):
     devices = jax.devices()[:1]  # as the command has
     monkeypatch.setattr(loop, "make_mesh", lambda mesh: make_mesh(mesh, devices))
-    found = mutate.check(60, seed=0, directory=tmp_path, train_every=1000, train_large=False)
+    found = mutate.check(60, seed=0, directory=tmp_path, train_every=1000, large_every=1000)
     assert not found.failures, found.failures
     assert found.ends["refused"] > 20
     assert found.ends["passed"] > 0
