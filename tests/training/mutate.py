@@ -3,8 +3,8 @@
 A mutation changes one to three fields of a tiny run: another type, sign or size, up to 10^40, a name with a letter too
 many, a section for a value. A config that passes every check is taken as far as the run directory; of these one in ten
 is trained for two steps at most, and every second that has a number above a hundred. The process has 12 GB of memory,
-and each config two minutes. Exit code 1 where a config ends in a traceback or too late, or a refused one leaves
-something behind.
+and each config two minutes, ten where it trains. Exit code 1 where a config ends in a traceback or too late, or a
+refused one leaves something behind.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import os
 import pathlib
 import random
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -96,7 +97,7 @@ OTHERS = (
 
 
 MEMORY = 12 * 10**9  # bytes that the command's process may have mapped
-SECONDS = 120  # that a config may take
+SECONDS = 120  # that a config may take to be refused, and five times as many to train and save hundreds of millions
 
 
 DEEP = 32  # layers; more of them are traced and compiled in minutes, as they should be
@@ -245,7 +246,11 @@ def check(
             error = io.StringIO()
             begun = time.monotonic()
             try:
-                with in_time(SECONDS), contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+                with (
+                    in_time(5 * SECONDS if train else SECONDS),
+                    contextlib.redirect_stderr(error),
+                    contextlib.redirect_stdout(io.StringIO()),
+                ):
                     code = main.main([str(file)])
                 end = "refused" if code == 2 else "trained" if code == 0 else f"code {code}"
             except Reached:
@@ -256,7 +261,9 @@ def check(
                 found.failures.append(f"{number}: {last}\n  {json.dumps(config)}")
             finally:
                 jax.clear_caches()
-            passed += end == "trained"
+            if end == "trained":
+                passed += 1
+                shutil.rmtree(run_dir, ignore_errors=True)  # gigabytes, of the largest
             found.ends[end] += 1
             if say is not None and (end == "traceback" or end == "trained" or time.monotonic() - begun > 5):
                 told = found.failures[-1] if end == "traceback" else error.getvalue().strip()[:200]
