@@ -3,14 +3,16 @@
 The compiler's text (HLO) names every collective with the shape of what it leaves on each device. A collective that
 overlaps with arithmetic is printed in several pieces that share a channel; it is one here. Those written out inside
 `jax.shard_map` all have channel 1; their pieces share a chain. One in the body of a loop is one here too, however
-often the loop runs.
+often the loop runs. What an array is, a parameter or an activation, is read from what it is made of and leads to
+(`dataflow.py`): a source of one sequence of 4096 tokens and a matrix of 4096 x 4096 have the same shape.
 """
 
-import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
+
+from mhar_jax.dataflow import Flow, Instruction
 
 KINDS = (
     "all-gather",
@@ -21,9 +23,8 @@ KINDS = (
     "all-to-all",
     "collective-broadcast",
 )
-Role = Literal["activations", "parameters", "small"]
+Role = Literal["activations", "indices", "parameters", "small"]
 
-_COLLECTIVE = re.compile(rf"^\s*(?:ROOT )?%?[\w.-]+ = (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _ARRAY = re.compile(r"\b(pred|bf16|[suf]\d+\w*)\[([\d,]*)\]")
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _CHAIN = re.compile(r'chain_id="(\d+)"')
@@ -35,6 +36,7 @@ class Array(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+    of_model: bool = False  # made from the batch and multiplied later on: an activation, or its cotangent
 
     @property
     def size(self) -> int:
@@ -62,12 +64,13 @@ class Collective(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """What one device holds of a train step: activations [B, T, D] of a micro-batch, and parameters."""
+    """What one device holds of a train step: activations [B, T, D] of a micro-batch."""
 
     batch: int
     length: int
     width: int
-    parameters: frozenset[int]  # numbers of values of whole parameters, and of their parts where heads are split
+    keys: frozenset[int] = frozenset()  # numbers of values that keys (or values) of a token have, whole and split
+    summed: int = 0  # sublayers whose output or input's gradient is summed over devices
 
     @property
     def source(self) -> int:
@@ -76,41 +79,49 @@ class Shapes(NamedTuple):
 
 
 def read_collectives(text: str) -> tuple[Collective, ...]:
-    """All collectives of a compiled program's text, `compiled.as_text()`, in its order."""
+    """All collectives of a compiled train step's text, `compiled.as_text()`, in its order.
+
+    The step's last argument is the batch.
+    """
     found: dict[str, Collective] = {}
-    for number, line in enumerate(text.splitlines()):
-        match = _COLLECTIVE.match(line)
-        if match is None:
+    flow = Flow(text)
+    for number, one in enumerate(flow.instructions()):
+        kind = one.operation.removesuffix("-start")
+        if kind not in KINDS:
             continue
-        result, kind, started = match.groups()
-        arrays = tuple(Array(t, tuple(int(n) for n in shape.split(",") if n)) for t, shape in _ARRAY.findall(result))
-        if started:  # what is sent, what comes, and the compiler's own counters
+        arrays = _arrays(one, flow)
+        if one.operation != kind:  # what is sent, what comes, and the compiler's own counters
             arrays = tuple(sorted(arrays, key=lambda a: a.bytes)[-1:])
-        channel, name = _CHANNEL.search(line), _OP_NAME.search(line)
-        if channel is not None and channel[1] == "1" and "is_spmd_generated" not in line:
-            channel = _CHAIN.search(line)
+        channel, name = _CHANNEL.search(one.rest), _OP_NAME.search(one.rest)
+        if channel is not None and channel[1] == "1" and "is_spmd_generated" not in one.rest:
+            channel = _CHAIN.search(one.rest)
         key = channel[0] if channel else f"line {number}"
-        one = Collective(kind, arrays, name[1] if name else "")
-        if key not in found or (one.bytes, one.op_name) > (found[key].bytes, found[key].op_name):
-            found[key] = one
+        whole = Collective(kind, arrays, name[1] if name else "")
+        if (piece := found.get(key)) is not None:
+            if (piece.bytes, piece.op_name) > (whole.bytes, whole.op_name):
+                piece, whole = whole, piece
+            if any(a.of_model for a in piece.arrays):  # a piece whose own result nobody reads does not show it
+                whole = whole._replace(arrays=tuple(a._replace(of_model=True) for a in whole.arrays))
+        found[key] = whole
     return tuple(found.values())
 
 
-def role(array: Array, shapes: Shapes) -> Role:
-    """What an array of a train step is, by its shape: activations have token axes, parameters known sizes.
+def _arrays(one: Instruction, flow: Flow) -> tuple[Array, ...]:
+    """What a device has after a collective."""
+    arrays = [(t, tuple(int(n) for n in shape.split(",") if n)) for t, shape in _ARRAY.findall(one.result)]
+    if len(arrays) != one.size:  # tuples in a tuple
+        of_model = any(map(flow.is_activation, one.elements))
+        return tuple(Array(*array, of_model) for array in arrays)
+    return tuple(Array(*array, flow.is_activation(n)) for array, n in zip(arrays, one.elements, strict=True))
 
-    A matrix may be either where a device's tokens are as many as a parameter is wide; it is taken for a parameter.
-    """
+
+def role(array: Array, shapes: Shapes) -> Role:
+    """What an array of a train step is; gradients count as parameters, tokens and masks as indices."""
     if array.size < min(shapes.source // 64, 1 << 16):
         return "small"
-    tokens, wide = shapes.batch * shapes.length, [n for n in array.shape if n > 1]
-    if (shapes.batch, shapes.length) in itertools.pairwise(array.shape):
-        return "activations"
-    if array.size in shapes.parameters:
+    if not array.of_model:
         return "parameters"
-    if len(wide) > 2:
-        return "activations" if any(n % shapes.length == 0 for n in wide) else "parameters"
-    return "activations" if tokens in wide and array.size >= shapes.source and tokens != shapes.width else "parameters"
+    return "activations" if re.match(r"bf|f", array.dtype) else "indices"
 
 
 def activations(collectives: Iterable[Collective], shapes: Shapes) -> Iterator[tuple[Collective, Array]]:
@@ -121,27 +132,32 @@ def activations(collectives: Iterable[Collective], shapes: Shapes) -> Iterator[t
                 yield collective, array
 
 
-def history_moves(collectives: Sequence[Collective], shapes: Shapes, sublayers: int) -> list[str]:
+def history_moves(collectives: Sequence[Collective], shapes: Shapes) -> list[str]:
     """Why a train step's collectives cannot all be those of its sublayers, one sentence each; none if they can.
 
-    The depth history is the outputs of all sublayers so far. Splitting heads and hidden widths sums each sublayer's
-    output, or the gradient of its input, once a pass: never more than one source at a time, and at most four such sums
-    a sublayer (forward, forward again where it is recomputed, backward, and one for a gathered sequence), beside the
-    keys and values that attention fetches where sequences are split. A site that fetched its history would move several
-    sources at once, or the same ones again at every later site.
+    The depth history is the outputs of all sublayers so far. Splitting batches moves no activation but the embedding's
+    output and its cotangent. Splitting heads and hidden widths sums each sublayer's output, or the gradient of its
+    input, once a pass: never more than one source at a time, and at most four such sums a sublayer (forward, forward
+    again where it is recomputed, backward, and one for a gathered sequence). Where sequences are split, attention
+    fetches keys and values beside that, twice and once back. A site that fetched its history would move several sources
+    at once, or the same ones again at every later site.
     """
-    moved = [(c, a) for c, a in activations(collectives, shapes) if not _is_attention(a, shapes)]
+    every = list(activations(collectives, shapes))
+    fetched = [(c, a) for c, a in every if _is_attention(a, shapes)]
+    moved = [(c, a) for c, a in every if not _is_attention(a, shapes)]
     reasons = [
-        f"a {c.kind} of {a.dtype}{list(a.shape)} moves more than one source ({c.op_name or 'unnamed'})"
+        f"{c.kind} of {a.dtype}{list(a.shape)} moves more than one source ({c.op_name or 'unnamed'})"
         for c, a in moved
         if a.size > shapes.source
     ]
     total = sum(a.size for _, a in moved) / shapes.source
-    if total > (most := 4 * sublayers + 4):
-        reasons.append(f"collectives move {total:.0f} sources, and {sublayers} sublayers need at most {most}")
+    if total > (most := 4 * shapes.summed + 4):
+        reasons.append(f"collectives move {total:.0f} sources, and {shapes.summed} split sublayers need at most {most}")
+    if len(fetched) > (most := 3 * shapes.summed):
+        reasons.append(f"collectives move {len(fetched)} arrays shaped like keys of attention, which needs {most}")
     reasons += [
-        f"a {c.kind} of {a.dtype}{list(a.shape)} is part of the routing ({c.op_name})"
-        for c, a in moved
+        f"{c.kind} of {a.dtype}{list(a.shape)} is part of the routing ({c.op_name})"
+        for c, a in every
         if re.search(r"depth_(route|stack)|_(mix|merge|pull|finish)\b", c.op_name)
     ]
     return reasons
@@ -149,4 +165,5 @@ def history_moves(collectives: Sequence[Collective], shapes: Shapes, sublayers: 
 
 def _is_attention(array: Array, shapes: Shapes) -> bool:
     """Keys or values gathered along a sequence: [B, S, heads, head_dim], with no axis of sources before the tokens."""
-    return len(array.shape) == 4 and array.shape[0] == shapes.batch and array.shape[1] % shapes.length == 0
+    of_tokens = len(array.shape) == 4 and array.shape[0] == shapes.batch and array.shape[1] % shapes.length == 0
+    return of_tokens and array.shape[2] * array.shape[3] in shapes.keys

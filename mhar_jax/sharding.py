@@ -101,12 +101,13 @@ def data_share(mesh: Mesh, batch_size: int) -> dict[str, int]:
       UserError: the mesh gives some processes rows that overlap only in part.
     """
     sharding = NamedSharding(mesh, BATCH)
-    rows: dict[int, set[int]] = {}
+    rows: dict[int, set[tuple[int, int]]] = {}  # by process: first and last + 1 of its devices' rows
     places: dict[Any, Any] = dict(sharding.devices_indices_map((batch_size,)))
     for device, index in places.items():
-        rows.setdefault(device.process_index, set()).update(range(batch_size)[index[0]])
+        rows.setdefault(device.process_index, set()).add(index[0].indices(batch_size)[:2])
     parts = sorted({tuple(sorted(r)) for r in rows.values()})
-    if sum(map(len, parts)) != batch_size or len({len(p) for p in parts}) != 1:
+    sizes = [sum(end - begin for begin, end in part) for part in parts]
+    if sum(sizes) != batch_size or len(set(sizes)) != 1:
         raise UserError(
             f"mesh {dict(mesh.shape)} gives the {len(rows)} processes parts of the batch that overlap or differ in "
             "size; make data x fsdp a multiple of the processes, or a divisor"

@@ -19,6 +19,8 @@ usage: python -m mhar_jax.topology PRESET or FILE TOPOLOGY [--field=value ...]
 
 TOPOLOGY is a kind of chip and a shape, as v5p:4x4x4 or v5e:16x16. Fields are those of train.py. A step at full size
 takes minutes to compile.
+
+Exit code 1: the step does not fit a chip, or a collective moves the depth history. 2: wrong input.
 """
 
 # libtpu asks what machine it is on, and complains at length where there is no answer; compiling does not depend on it.
@@ -29,6 +31,10 @@ _WITHOUT_A_TPU = {
     "TPU_WORKER_ID": "0",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+
+
+class DoesNotFit(UserError):
+    """A step takes more memory than a chip has."""
 
 
 class Footprint(NamedTuple):
@@ -43,7 +49,6 @@ class Footprint(NamedTuple):
     counted_flops: float  # by the compiler: bodies of loops once, kernels as they declare
     counted_bytes: float  # of memory traffic, by the compiler in the same way
     shapes: Shapes  # by which arrays are told apart
-    sublayers: int
     collectives: tuple[Collective, ...]
 
     @property
@@ -53,19 +58,19 @@ class Footprint(NamedTuple):
 
     def history_moves(self) -> list[str]:
         """See `collectives.history_moves`: empty where no collective can be moving the depth history."""
-        return history_moves(self.collectives, self.shapes, self.sublayers)
+        return history_moves(self.collectives, self.shapes)
 
 
 def compile_step(config: Config, topology: str) -> Footprint:
     """Compiles the train step of `config` for the chips of `topology`.
 
     Raises:
-      UserError: no such topology, a mesh or batch that does not divide, or a step that does not fit.
+      UserError: no such topology, or a mesh or batch that does not divide.
+      DoesNotFit: the step takes more memory than a chip has.
     """
     import jax
 
     from mhar_jax.models.counting import train_flops_per_token
-    from mhar_jax.models.sites import num_sublayers
     from mhar_jax.sharding import check_batch, make_mesh
     from mhar_jax.training.step import make_trainer
     from mhar_kernels import assume_platform
@@ -81,7 +86,7 @@ def compile_step(config: Config, topology: str) -> Footprint:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error) and "Hbm" not in str(error):
                 raise
-            raise UserError(f"the step does not fit a chip of {topology}: {one_line(error, 500)}") from None
+            raise DoesNotFit(f"the step does not fit a chip of {topology}: {one_line(error, 500)}") from None
         seconds = time.monotonic() - begun
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     rows, length = trainer.batch.sharding.shard_shape(trainer.batch.shape)
@@ -96,20 +101,25 @@ def compile_step(config: Config, topology: str) -> Footprint:
         flops=flops / mesh.size,
         counted_flops=cost.get("flops", 0.0),
         counted_bytes=cost.get("bytes accessed", 0.0),
-        shapes=shapes_on_a_device(config, mesh, trainer.shapes["params"]),
-        sublayers=num_sublayers(config.model),
+        shapes=shapes_on_a_device(config, mesh),
         collectives=read_collectives(compiled.as_text()),
     )
 
 
-def shapes_on_a_device(config: Config, mesh: Any, params: Any) -> Shapes:
-    """What a device holds of a micro-batch's activations, and of `params` (shapes suffice)."""
-    import jax
+def shapes_on_a_device(config: Config, mesh: Any) -> Shapes:
+    """What a device holds of a micro-batch's activations."""
+    from mhar_jax.models.sites import num_sublayers
 
     rows = config.batch_size // config.optimizer.accumulate // (mesh.shape["data"] * mesh.shape["fsdp"])
-    sizes = {leaf.size // part for leaf in jax.tree.leaves(params) for part in (1, mesh.shape["tensor"])}
-    length = config.seq_len // mesh.shape.get("context", 1)
-    return Shapes(rows, length, config.model.d_model, frozenset(sizes))
+    context, tensor = mesh.shape.get("context", 1), mesh.shape["tensor"]
+    keys = config.model.num_kv_heads * config.model.attention_head_dim
+    return Shapes(
+        batch=rows,
+        length=config.seq_len // context,
+        width=config.model.d_model,
+        keys=frozenset({keys, keys // tensor}),
+        summed=num_sublayers(config.model) if context * tensor > 1 else 0,
+    )
 
 
 def topology_devices(topology: str) -> list[Any]:
@@ -149,9 +159,27 @@ def describe(found: Footprint, topology: str) -> list[str]:
     return lines
 
 
+def report(config: Config, topology: str) -> int:
+    """Compiles the step of `config`, prints what was found and returns the exit code.
+
+    That is 1, with a sentence on standard error, where the step does not fit or moves the depth history.
+    """
+    try:
+        found = compile_step(config, topology)
+    except DoesNotFit as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(describe(found, topology)))
+    if moves := found.history_moves():
+        more = f", and {len(moves) - 1} more such findings" if len(moves) > 1 else ""
+        print(f"error: the compiled step moves the depth history: {moves[0]}{more}", file=sys.stderr)
+        return 1
+    return 0
+
+
 @command
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command; wrong input is one line on standard error and exit code 2."""
+    """Runs the command; wrong input is one line on standard error and exit code 2. See `report`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if "-h" in given or "--help" in given:
         print(USAGE)
@@ -163,9 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     if config.model.vocab_size is None:
         raise UserError("model.vocab_size must be set here, since no tokenizer is read")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    found = compile_step(config, plain[1])
-    print("\n".join(describe(found, plain[1])))
-    return 0
+    return report(config, plain[1])
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ AttentionImplementation = Literal["xla", "cudnn", "tpu_flash"]
 Schedule = Literal["cosine", "wsd", "linear"]
 
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]  # what counts on a device is int32
+Unrolled = Annotated[int, Field(gt=0, le=1000)]  # each of them is traced and compiled by itself
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**31)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -61,10 +62,10 @@ class ModelConfig:
 
     variant: Variant = "mhar"  # how a sublayer reads what came before it
     vocab_size: PositiveInt | None = None  # rows of the embedding; None: the tokenizer's, up to a multiple of 128
-    num_layers: PositiveInt = 12  # layers; each has an attention and an MLP sublayer
+    num_layers: Unrolled = 12  # layers; each has an attention and an MLP sublayer
     d_model: PositiveInt = 512  # width D of the stream
-    num_heads: PositiveInt = 8  # attention query heads
-    num_kv_heads: PositiveInt = 4  # attention key/value heads
+    num_heads: Unrolled = 8  # attention query heads
+    num_kv_heads: Unrolled = 4  # attention key/value heads
     head_dim: PositiveInt | None = None  # width of one attention head; None: d_model / num_heads
     ffn_dim: PositiveInt = 1536  # hidden width of the SwiGLU MLP
     context: PositiveInt = 2048  # longest sequence the model is meant for, in tokens
@@ -78,7 +79,7 @@ class ModelConfig:
     num_blocks: PositiveInt = 8  # depth blocks of block_mhar and delta_block, ceil(num_layers / num_blocks) layers each
     null_source: bool = True  # delta forms: a learnable source per site beside the real ones
     gate: bool = True  # delta forms: a learnable scalar per site, closed (0) at the start
-    hyper_streams: PositiveInt = 4  # parallel streams of hyper_connections
+    hyper_streams: Annotated[int, Field(gt=0, le=64)] = 4  # parallel streams of hyper_connections
     compute_dtype: Literal["bfloat16", "float32", "float16"] = "bfloat16"  # activations and matrix products
     param_dtype: Literal["float32", "bfloat16"] = "float32"  # master weights
     remat: Remat = "none"  # what is recomputed in the backward pass
@@ -143,7 +144,7 @@ class DataConfig:
     shuffle: bool = True  # shuffle documents in every epoch, by seed
     tokenize_at_start_mb: NonNegativeInt = 256  # text up to this size is tokenised at the start, larger on the fly
     workers: NonNegativeInt = 0  # Grain worker processes for each host; 0: threads of the training process
-    prefetch: PositiveInt = 2  # batches prepared ahead
+    prefetch: Annotated[int, Field(gt=0, le=1000)] = 2  # batches prepared ahead
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -4,6 +4,7 @@ Tokenised corpora (prepared shards, or text tokenised at the start) go through `
 `data.tokenize_at_start_mb` goes through `streams`. Both give the same global batches on any number of processes.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,9 +38,13 @@ def make_train_iterator(
     `model.vocab_size`, or below the tokenizer's where that is None; the tokenizer may be None otherwise.
 
     Raises:
-      UserError: no, bad or too little text, or batch_size not divisible by process_count.
+      UserError: no, bad or too little text, batch_size not divisible by process_count, or far more workers than
+        processors.
     """
     rows = _rows(config, process_index, process_count)
+    most = max(16, 4 * (os.cpu_count() or 1))
+    if config.data.workers > most:
+        raise UserError(f"data.workers must be at most {most} on this host, got {config.data.workers}")
     if config.data.format == "synthetic":
         return _synthetic(config, tokenizer, rows, 0)
     tokenizer = _required(tokenizer)

@@ -18,14 +18,17 @@ from mhar_jax.training.loop import with_vocabulary
 from mhar_jax.training.step import make_trainer
 
 
-def dry_run(config: Config, topology_name: str | None = None) -> None:
+def dry_run(config: Config, topology_name: str | None = None) -> int:
     """Prints parameters, bytes on each device, the sharding table, tokens a step and an estimate of memory.
 
     Args:
       topology_name: a TPU slice that is not there, whose compiler then says what the step really takes.
 
+    Returns:
+      The exit code: 1 where the step does not fit a chip of that slice, or moves the depth history.
+
     Raises:
-      UserError: what a run would be refused for: mesh, batch, tokenizer; or the step does not fit a chip.
+      UserError: what a run would be refused for: mesh, batch, tokenizer.
     """
     if config.model.vocab_size is None:
         config = with_vocabulary(config, load_tokenizer(config.data.tokenizer, config.data.eos_token))
@@ -45,8 +48,7 @@ def dry_run(config: Config, topology_name: str | None = None) -> None:
     estimate = estimate_memory(config, mesh, trainer.shapes)
     for name, size in (*estimate.items(), ("total", sum(estimate.values()))):
         print(f"  {name:14} {size / 1e6:14,.3f}")
-    if topology_name is not None:
-        print("\n".join(topology.describe(topology.compile_step(config, topology_name), topology_name)))
+    return 0 if topology_name is None else topology.report(config, topology_name)
 
 
 def sharding_table(shapes: Any) -> Iterator[str]:
@@ -75,7 +77,7 @@ def estimate_memory(config: Config, mesh: Any, shapes: Any) -> dict[str, int]:
     compute dtype); what the sublayers keep for the backward pass, nothing of which with remat; the logits of one chunk.
     """
     model, width = config.model, jnp.dtype(config.model.compute_dtype).itemsize
-    local = topology.shapes_on_a_device(config, mesh, shapes["params"])
+    local = topology.shapes_on_a_device(config, mesh)
     tokens, split = local.batch * local.length, mesh.shape["tensor"]
     sources = num_sublayers(model) + 1 if model.variant != "additive" else 1
     heads = (2 * model.num_heads + 2 * model.num_kv_heads) * model.attention_head_dim

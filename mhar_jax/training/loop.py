@@ -23,6 +23,7 @@ from mhar_jax.sampling import sample_text
 from mhar_jax.sharding import check_batch, data_share, make_mesh
 from mhar_jax.training.checkpoints import Checkpoints, merge_data_states
 from mhar_jax.training.compiling import watch_compiling
+from mhar_jax.training.memory import check_memory
 from mhar_jax.training.metrics import MetricsWriter, NoMetrics, Progress, check_wandb
 from mhar_jax.training.reports import Clock, Evaluation, Reports, due
 from mhar_jax.training.run_directory import prepare_run_dir, unless_it_fails, write_file
@@ -49,6 +50,7 @@ def train(config: Config) -> None:
     # ---- Data: the tokenizer decides the vocabulary, and with it the model.
     tokenizer = None if _needs_no_tokenizer(config) else load_tokenizer(config.data.tokenizer, config.data.eos_token)
     config = with_vocabulary(config, tokenizer)
+    check_memory(config, mesh, config.batch_size // here["process_count"])
     iterator = make_train_iterator(config, tokenizer, **here)
     held_out = make_eval_batches(config, tokenizer, **here)
     data = describe_data(config, tokenizer)

@@ -64,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if dry:
         from mhar_jax.training.dry_run import dry_run
 
-        dry_run(config, options.get("topology"))
-        return 0
+        return dry_run(config, options.get("topology"))
     with joined(processes):
         from mhar_jax.training.loop import train
 

@@ -11,14 +11,13 @@ from jax.sharding import PartitionSpec as P
 from mhar_jax import topology
 from mhar_jax.collectives import Array, Collective, Shapes, activations, history_moves, read_collectives, role
 from mhar_jax.config import make_config
-from mhar_jax.models import routing
-from mhar_jax.models.sites import num_sublayers
+from mhar_jax.models import blocked
 from mhar_jax.sharding import make_mesh
 from mhar_jax.training.step import make_trainer
 
 _QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
-SHAPES = Shapes(batch=2, length=1024, width=1280, parameters=frozenset({1280 * 5120, 151936 * 1280}))
+SHAPES = Shapes(batch=2, length=1024, width=1280, keys=frozenset({640}))
 
 TEXT = """
   %all-gather.1 = bf16[1280,5120]{1,0:T(8,128)} all-gather(%p), channel_id=4, metadata={op_name="jit(step)/a"}
@@ -44,61 +43,118 @@ def test_a_text_is_read():
     assert read_collectives(TEXT)[0].bytes == 1280 * 5120 * 2
 
 
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ((2, 1024, 1280), "activations"),
-        ((73, 1280, 2048), "activations"),  # the history as the TPU kernels keep it
-        ((9, 2, 1024, 1280), "activations"),
-        ((1280, 5120), "parameters"),
-        ((256, 5, 151936), "parameters"),  # the embedding, in the partitioner's own shape
-        ((73, 1280), "parameters"),
-        ((80,), "small"),
-        ((), "small"),
-    ],
-)
-def test_what_an_array_is(shape, expected):
-    assert role(Array("bf16", shape), SHAPES) == expected
+# Weights gathered in pieces of one channel, a source and a gradient of the weights' shape summed as one, tokens.
+STEP = """
+HloModule step
+
+%gather (p.0: bf16[512,1024]) -> (bf16[1024,1024], u32[]) {
+  %p.0 = bf16[512,1024]{1,0:T(8,128)(2,1)} parameter(0)
+  %all-gather.1 = bf16[1024,1024]{1,0} all-gather(%p.0), channel_id=2, dimensions={0}
+  ROOT %start = (bf16[1024,1024]{1,0}, u32[]) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%body (q: (s32[], bf16[1024,1024], bf16[1024,1024])) -> (s32[], bf16[1024,1024], bf16[1024,1024]) {
+  %q = (s32[], bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%q), index=0
+  %weight = bf16[1024,1024]{1,0} get-tuple-element(%q), index=1
+  %sum = bf16[1024,1024]{1,0} get-tuple-element(%q), index=2
+  %moved.weight = bf16[1024,1024]{1,0} collective-permute(%weight), channel_id=7
+  %moved.sum = bf16[1024,1024]{1,0} collective-permute(%sum), channel_id=8
+  %product = bf16[1024,1024]{1,0} convolution(%moved.weight, %moved.weight), dim_labels=bf_io->bf
+  %added = bf16[1024,1024]{1,0} add(%product, %moved.sum)
+  ROOT %next = (s32[], bf16[1024,1024]{1,0}, /*index=2*/bf16[1024,1024]{1,0}) tuple(%n, %moved.weight, %added)
+}
+
+ENTRY %main (state: bf16[512,1024], tokens: s32[4,1025]) -> (bf16[1024,1024], bf16[1024,1024]) {
+  %state = bf16[512,1024]{1,0} parameter(0)
+  %tokens = s32[4,1025]{1,0} parameter(1)
+  %all-reduce.1 = s32[4,1025]{1,0} all-reduce(%tokens), channel_id=3, to_apply=%add
+  %fusion = (bf16[1024,1024]{1,0}, u32[]) fusion(%state), kind=kCustom, calls=%gather
+  %weight.1 = bf16[1024,1024]{1,0} get-tuple-element(%fusion), index=0
+  %source = bf16[1024,1024]{1,0} gather(%weight.1, %all-reduce.1), offset_dims={1}
+  %all-gather.2 = bf16[1024,1024]{1,0} all-gather(%source), channel_id=4, dimensions={0}
+  %mix = bf16[1024,1024]{1,0} dot(%all-gather.2, %weight.1), lhs_contracting_dims={1}
+  %gradient = bf16[1024,1024]{1,0} multiply(%mix, %mix)
+  %all-reduce.2 = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) all-reduce(%gradient, %mix), channel_id=5
+  %first = bf16[1024,1024]{1,0} get-tuple-element(%all-reduce.2), index=0
+  %second = bf16[1024,1024]{1,0} get-tuple-element(%all-reduce.2), index=1
+  %again = bf16[1024,1024]{1,0} custom-call(%second, %weight.1), custom_call_target="tpu_custom_call"
+  %zero = s32[] constant(0)
+  %carried = (s32[], bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) tuple(%zero, %weight.1, %again)
+  %while = (s32[], bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) while(%carried), condition=%less, body=%body
+  %total = bf16[1024,1024]{1,0} get-tuple-element(%while), index=2
+  ROOT %tuple = (bf16[1024,1024]{1,0}, bf16[1024,1024]{1,0}) tuple(%first, %total)
+}
+"""
+
+
+def test_what_an_array_is_does_not_depend_on_its_shape():
+    """A weight, a source, a gradient, and tokens; a weight and a sum that a loop carries side by side."""
+    shapes = Shapes(batch=1, length=1024, width=1024)
+    roles = [(c.kind, *(role(array, shapes) for array in c.arrays)) for c in read_collectives(STEP)]
+    assert roles == [
+        ("all-gather", "parameters"),
+        ("collective-permute", "parameters"),
+        ("collective-permute", "parameters"),
+        ("all-reduce", "small"),
+        ("all-gather", "activations"),
+        ("all-reduce", "parameters", "activations"),
+    ]
+    assert role(Array("s32", (512, 4096), of_model=True), shapes) == "indices"
+    with_product = STEP.replace("add(%product, %moved.sum)", "dot(%product, %moved.sum)")
+    assert [c.arrays[0].of_model for c in read_collectives(with_product)][1:3] == [False, True]
+
+
+def activation(*shape: int) -> Array:
+    return Array("bf16", shape, of_model=True)
 
 
 def test_a_moved_history_is_seen():
-    one = Collective("all-reduce", (Array("bf16", (2, 1024, 1280)),), "")
-    assert history_moves([one] * 144, SHAPES, 72) == []
-    (reason,) = history_moves([one] * 900, SHAPES, 72)
+    one = Collective("all-reduce", (activation(2, 1024, 1280),), "")
+    split = SHAPES._replace(summed=72)
+    assert history_moves([one] * 144, split) == []
+    (reason,) = history_moves([one] * 900, split)
     assert "move 900 sources" in reason
-    stacked = Collective("all-gather", (Array("bf16", (9, 2, 1024, 1280)),), "jit(step)/gather")
-    assert "more than one source (jit(step)/gather)" in history_moves([stacked], SHAPES, 72)[0]
-    routed = Collective("all-gather", (Array("bf16", (2, 1024, 1280)),), "jit(step)/depth_stack/_mix")
-    assert "part of the routing" in history_moves([routed], SHAPES, 72)[0]
+    assert history_moves([one] * 2, SHAPES) == [], "the embedding's, forth and back"
+    assert "0 split sublayers need at most 4" in history_moves([one] * 8, SHAPES)[0]
+    stacked = Collective("all-gather", (activation(9, 2, 1024, 1280),), "jit(step)/gather")
+    assert "more than one source (jit(step)/gather)" in history_moves([stacked], split)[0]
+    routed = Collective("all-gather", (activation(2, 1024, 1280),), "jit(step)/depth_stack/_mix")
+    assert "part of the routing" in history_moves([routed], split)[0]
+    keys = Collective("all-gather", (activation(2, 2048, 5, 128),), "")
+    assert history_moves([keys] * 144, split) == []
+    assert "shaped like keys" in history_moves([keys] * 300, split)[0]
+    by_heads = Collective("all-gather", (activation(2, 2048, 10, 128),), "")
+    assert "more than one source" in history_moves([by_heads], split)[0], "a source by routing heads"
 
 
 def test_a_program_that_gathers_its_history_is_seen():
     """Sources split over four devices by batch, and mixed by a program that wants them whole: a fault planted."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     sources = jax.ShapeDtypeStruct((5, 4, 128, 64), jnp.float32, sharding=NamedSharding(mesh, P(None, "data")))
-    shapes = Shapes(1, 128, 64, frozenset())
 
     def collectives(layout):
         def mix(s):
-            return jnp.mean(jax.lax.with_sharding_constraint(s, NamedSharding(mesh, layout)), axis=0)
+            s = jax.lax.with_sharding_constraint(s, NamedSharding(mesh, layout))
+            return jnp.mean(s, axis=0) @ jnp.ones((64, 32))
 
         return read_collectives(jax.jit(mix).lower(sources).compile().as_text())
 
-    assert history_moves(collectives(P(None, "data")), shapes, 4) == []
-    assert "more than one source" in history_moves(collectives(P()), shapes, 4)[0]
+    assert history_moves(collectives(P(None, "data")), Shapes(1, 128, 64)) == []
+    assert "more than one source" in history_moves(collectives(P()), Shapes(1, 128, 64))[0]
 
 
-def moves_over_context(variant: str, sizes: dict[str, int]) -> tuple[list[str], set[str]]:
+def moves(variant: str, sizes: dict[str, int], *, length: int = 128, ffn_dim: int = 96) -> tuple[list[str], set[str]]:
     """What `history_moves` says of a step on eight simulated devices, and the kinds of collectives of activations."""
-    model = {"variant": variant, "num_layers": 2, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": 96}
+    model = {"variant": variant, "num_layers": 2, "d_model": 64, "num_heads": 4, "num_kv_heads": 2, "ffn_dim": ffn_dim}
     model |= {"vocab_size": 384, "num_blocks": 2, "context": 128}
-    config = make_config({"batch_size": 8, "seq_len": 128, "model": model, "mesh": {"data": 1, **sizes}})
+    config = make_config({"batch_size": 8, "seq_len": length, "model": model, "mesh": {"data": 1, **sizes}})
     mesh = make_mesh(config.mesh, jax.devices())
     trainer = make_trainer(config, mesh)
     compiled = trainer.step.lower(trainer.shapes, trainer.batch).compile(compiler_options=_QUICKLY)
-    shapes = topology.shapes_on_a_device(config, mesh, trainer.shapes["params"])
+    shapes = topology.shapes_on_a_device(config, mesh)
     found = read_collectives(compiled.as_text())
-    return history_moves(found, shapes, num_sublayers(config.model)), {c.kind for c, _ in activations(found, shapes)}
+    return history_moves(found, shapes), {c.kind for c, _ in activations(found, shapes)}
 
 
 @pytest.mark.parametrize(
@@ -110,17 +166,37 @@ def moves_over_context(variant: str, sizes: dict[str, int]) -> tuple[list[str], 
     ],
 )
 def test_split_sequences_do_not_move_the_history(variant, sizes):
-    moves, kinds = moves_over_context(variant, sizes)
-    assert moves == []
+    reasons, kinds = moves(variant, sizes)
+    assert reasons == []
     assert {"all-gather", "reduce-scatter"} <= kinds, "keys and values, and their gradients"
+
+
+def fetch_sources(monkeypatch: pytest.MonkeyPatch, layout: P) -> None:
+    """Plants a fault: before a pass reads its sources they are laid out so."""
+    read = blocked.PassReader._run
+
+    def fetch(self, one, sources):
+        read(self, one, [jax.lax.with_sharding_constraint(s, layout) for s in sources])
+
+    monkeypatch.setattr(blocked.PassReader, "_run", fetch)
 
 
 @pytest.mark.slow
 def test_a_history_gathered_over_context_is_seen(monkeypatch):
-    """The fault planted: batch and sequence as one axis of tokens, left to the partitioner."""
-    monkeypatch.setattr(routing, "axes_of_tokens", lambda implementation: ())
-    moves, _ = moves_over_context("delta_block", {"fsdp": 4, "context": 2})
-    assert moves
+    fetch_sources(monkeypatch, P("fsdp"))
+    assert moves("delta_block", {"fsdp": 4, "context": 2})[0]
+
+
+def test_a_source_of_a_weights_shape_is_seen(monkeypatch):
+    """One sequence of 64 tokens of width 64 a device: a source is as w_q [64, 64], eight are as many as w_up [64, 512].
+
+    The fault planted: every site fetches the sources of all devices.
+    """
+    sizes = {"length": 64, "ffn_dim": 512}
+    assert moves("delta_block", {"fsdp": 8}, **sizes)[0] == []
+    fetch_sources(monkeypatch, P())
+    reasons, _ = moves("delta_block", {"fsdp": 8}, **sizes)
+    assert any("[8, 64, 64] moves more than one source" in reason for reason in reasons), reasons
 
 
 @pytest.fixture

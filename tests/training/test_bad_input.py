@@ -44,6 +44,15 @@ def refused(here, tmp_path, monkeypatch):
         (["another"], ["give one config"]),
         (["--seq_len=65"], ["seq_len=65", "context=64"]),
         (["--init_from=nowhere"], ["init_from", "nowhere"]),
+        (["--model.num_layers=1001"], ["model.num_layers", "less than or equal to 1000"]),
+        (["--model.hyper_streams=65"], ["model.hyper_streams", "less than or equal to 64"]),
+        (["--data.prefetch=1884308"], ["data.prefetch", "less than or equal to 1000"]),
+        (["--data.workers=100000"], ["data.workers must be at most"]),
+        # 3 x 2^40 parameters, 20 bytes each with moments, averages and gradient; 2^30 tokens of width 32, twice.
+        (["--model.ffn_dim=1073741824", "--model.d_model=1024"], ["take 65,970.8 GB at the least on each device"]),
+        (["--batch_size=67108864"], ["take 274.9 GB at the least"]),
+        (["--batch_size=2147483646", "--model.d_model=8"], ["GB at the least"]),
+        (["--data.format=synthetic", "--eval.batches=2000000000"], ["2,000,000,003 batches of", "eval.batches"]),
     ],
 )
 def test_bad_arguments(refused, arguments, words):

@@ -7,6 +7,7 @@ import pytest
 
 from mhar_jax.training import dry_run as module
 from mhar_jax.training import main
+from mhar_jax.training.memory import least_on_a_device
 
 
 def test_numbers_are_those_of_the_state(tools, preset, capfd, tmp_path, monkeypatch):
@@ -26,6 +27,21 @@ def test_numbers_are_those_of_the_state(tools, preset, capfd, tmp_path, monkeypa
     rows = [line for line in out.splitlines() if line.startswith(("params/", "ema/", "optimizer/", "step", "rng"))]
     assert sum(float(line.split()[-1]) for line in rows) == pytest.approx(held / 1e6, abs=0.001 * len(rows))
     assert re.search(r"params/layers/\*/mlp/w_up .* fsdp, tensor ", out)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2)])
+def test_the_least_memory_is_no_more_than_what_is_held(tools, sizes):
+    """A run is refused for it: state, gradients and two activations, but for what is whole on each device."""
+    config = tools.config()
+    trainer = tools.trainer(config, sizes)
+    state = sum(map(module.bytes_on_a_device, jax.tree.leaves(trainer.shapes)))
+    gradients = sum(map(module.bytes_on_a_device, jax.tree.leaves(trainer.shapes["params"])))
+    rows = config.batch_size // config.optimizer.accumulate // sizes[1]
+    held = state + gradients + 2 * rows * config.seq_len * config.model.d_model * 4
+    least = least_on_a_device(config, trainer.mesh)
+    counters = 100  # bytes
+    assert 0.9 * held < least <= held
+    assert sizes != (1, 1, 1) or held - counters < least
 
 
 @pytest.mark.parametrize(
