@@ -7,6 +7,8 @@ depth merges from parts (`mhar_kernels.parts`). A pass serves a run of sites wit
 - delta and mhar_headwise, whose sites read every earlier output: halves of halves. When site i comes up and 2^k is the
   largest power of two that divides it, the last 2^k sources before i serve the 2^k sites from i on. So a source is read
   about log2(sites) / 2 times, not once a site.
+- The same under layer remat: halves of halves inside runs of four layers, before each of which all its sites read all
+  sources there are. So parts do not outlive a run, and are made again with it.
 
 What no pass has covered, the newest source, a running sum, or the null source, a site adds by itself.
 """
@@ -29,6 +31,8 @@ from mhar_jax.models.sites import (
 )
 from mhar_kernels.parts import Part, blocked_implementation, depth_mix, merge, one_source
 
+_RUN = 8  # sublayers
+
 
 class Pass(NamedTuple):
     """Some sources, read once for some sites."""
@@ -39,18 +43,26 @@ class Pass(NamedTuple):
 
 def passes(config: ModelConfig) -> dict[int, Pass]:
     """The pass that is made when a site comes up, for sites that have one."""
-    sites = num_sites(config)
+    sites, sublayers = num_sites(config), num_sublayers(config)
     found = {}
     if config.variant in ("block_mhar", "delta_block"):
         per_block = 2 * layers_per_block(config)
-        for block, first in enumerate(range(0, num_sublayers(config), per_block)):
-            found[first] = Pass(range(block + 1), range(first, min(first + per_block, num_sublayers(config))))
-        if sites > num_sublayers(config):
+        for block, first in enumerate(range(0, sublayers, per_block)):
+            found[first] = Pass(range(block + 1), range(first, min(first + per_block, sublayers)))
+        if sites > sublayers:
             found[sites - 1] = Pass(range(len(found) + 1), range(sites - 1, sites))
         return found
-    for site in range(1, sites):
-        size = site & -site
-        found[site] = Pass(range(site - size, site), range(site, min(site + size, sites)))
+    if config.remat != "layer":
+        for site in range(1, sites):
+            size = site & -site
+            found[site] = Pass(range(site - size, site), range(site, min(site + size, sites)))
+        return found
+    for site in range(1, sublayers):
+        size = min(site & -site, _RUN)
+        first = 0 if size == _RUN else site - size
+        found[site] = Pass(range(first, site), range(site, min(site + size, sublayers)))
+    if sites > sublayers:
+        found[sites - 1] = Pass(range(sites - 1), range(sites - 1, sites))
     return found
 
 
@@ -99,10 +111,13 @@ class PassReader(Reader):
         return finish(parts, null, row.gate, residual)
 
     def spans(self) -> list[range]:
-        """Runs of sublayers whose sites share a pass that serves no others: the depth blocks, where there are any."""
-        starts = sorted(self.passes) if self.config.variant in ("block_mhar", "delta_block") else [0]
-        ends = [*starts[1:], num_sublayers(self.config)]
-        return [range(a, b) for a, b in zip(starts, ends, strict=True) if a < b]
+        """Runs of sublayers whose passes serve no others: depth blocks, or runs of layers under layer remat."""
+        sublayers = num_sublayers(self.config)
+        if self.config.variant in ("block_mhar", "delta_block"):
+            starts = [site for site in sorted(self.passes) if site < sublayers]
+        else:
+            starts = list(range(0, sublayers, _RUN if self.config.remat == "layer" else sublayers))
+        return [range(a, b) for a, b in zip(starts, [*starts[1:], sublayers], strict=True)]
 
     def prepare(self, site: int, sources: Sequence[jax.Array]) -> None:
         """Makes the pass of a site that comes up; where sites are read inside `jax.checkpoint`, this belongs before it.

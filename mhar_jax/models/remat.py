@@ -14,7 +14,7 @@ def remat_sublayer(name: str, function: Callable) -> Callable:
     again. sublayer: only the sublayer's input is kept. sources: where every output is kept as a source, as with mhar,
     not even that: `depth_stack` mixes it again; elsewhere as sublayer. layer: handled around both sublayers, see
     `remat_layer`. Where sites are read by passes (`blocked.py`), the float32 parts that passes made are kept as well,
-    but for "layer" with block_mhar and delta_block (`remat_block`).
+    but under "layer" (`remat_block`).
     """
     match name:
         case "dots":
@@ -34,7 +34,7 @@ _BETWEEN_LAYERS = "state_between_layers"
 
 
 def remat_block(function: Callable) -> Callable:
-    """The layers of a depth block, each under `remat_layer`, with the passes over sources that serve them.
+    """A depth block, or a run of layers, each under `remat_layer`, with the passes over sources that serve them.
 
     What passes make, float32 mixes for all of the block's sites, is made again when the block's gradients are; of the
     layers only the state that enters each is kept, as without this.

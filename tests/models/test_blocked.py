@@ -22,10 +22,11 @@ def readable(config, site: int) -> int:
     return 1 + blocks + (config.variant == "block_mhar" and not last and not starts_block(config, site))
 
 
+@pytest.mark.parametrize("remat", ["none", "layer"])
 @pytest.mark.parametrize("variant", BY_PASS)
-@pytest.mark.parametrize(("layers", "blocks"), [(1, 1), (3, 2), (10, 4), (13, 13)])
-def test_every_source_reaches_every_site_once(variant, layers, blocks):
-    config = tiny(variant, num_layers=layers, num_blocks=blocks)
+@pytest.mark.parametrize(("layers", "blocks"), [(1, 1), (3, 2), (8, 2), (10, 4), (13, 13)])
+def test_every_source_reaches_every_site_once(variant, layers, blocks, remat):
+    config = tiny(variant, num_layers=layers, num_blocks=blocks, remat=remat)
     made = passes(config)
     for site in range(num_sites(config)):
         covered = [n for at, one in sorted(made.items()) if at <= site and site in one.sites for n in one.sources]
@@ -34,6 +35,12 @@ def test_every_source_reaches_every_site_once(variant, layers, blocks):
     for at, one in made.items():  # nothing is read before it exists
         assert one.sites.start == at
         assert one.sources.stop <= readable(config, at)
+    spans = blocked.PassReader(config, []).spans()
+    assert [i for span in spans for i in span] == list(range(num_sublayers(config)))
+    if len(spans) > 1:  # made again with its span, a pass serves no site of another
+        last = range(num_sublayers(config), num_sites(config))
+        for one in made.values():
+            assert any(set(one.sites) <= set(span) for span in [*spans, last])
 
 
 @pytest.mark.parametrize("variant", BY_PASS)
@@ -56,14 +63,17 @@ def test_equals_site_by_site(variant, monkeypatch):
         assert relative(a, b) <= 1e-5 or np.abs(b).max() < 1e-7
 
 
-@pytest.mark.parametrize("variant", ["block_mhar", "delta_block"])
+@pytest.mark.parametrize("variant", BY_PASS)
 def test_layer_remat_keeps_no_parts(variant, capsys):
-    """Of a block's float32 mixes, sources times sites of them, the backward pass makes its own."""
-    graph, state = nnx.split(build(tiny(variant, num_layers=4, num_blocks=2, remat="layer", compute_dtype="bfloat16")))
+    """Of a run's float32 mixes, sources times sites of them, the backward pass makes its own."""
+    layers = 4 if variant in ("block_mhar", "delta_block") else 5
+    config = tiny(variant, num_layers=layers, num_blocks=2, remat="layer", compute_dtype="bfloat16")
+    graph, state = nnx.split(build(config))
     jax.ad_checkpoint.print_saved_residuals(lambda state: mean_loss(graph, state, TOKENS)[0], state)
     row = "[2,12,32]"  # B, T, D
     kept = [line for line in capsys.readouterr().out.splitlines() if row in line]
     assert any("state_between_layers" in line for line in kept), kept
     wide = [line for line in kept if line.startswith("f32") and "rms_norm" not in line]  # the final norm's own
-    running = 2 if variant == "block_mhar" else 0  # a block's sum between its two layers
-    assert len(wide) == running, wide
+    # A block's sum between its two layers; what the final site reads.
+    others = {"block_mhar": 2, "mhar_headwise": 2}.get(variant, 0)
+    assert len(wide) == others, wide
