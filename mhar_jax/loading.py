@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from mhar_jax.config.schema import Config
-from mhar_jax.errors import UserError
+from mhar_jax.errors import UserError, one_line
 from mhar_jax.models import Decoder
 from mhar_jax.sharding import state_shardings
 
@@ -28,6 +28,11 @@ def load_model(path: str | pathlib.Path, mesh: Mesh | None = None) -> tuple[Deco
       UserError: neither, or something in it is missing, damaged or unknown.
     """
     directory = pathlib.Path(path)
+    try:
+        directory.stat()
+    except OSError as error:
+        what = f"a model is a directory or a .gguf file, and {one_line(path)} is neither"
+        raise UserError(f"{what}: {error.strerror}") from None
     if directory.suffix == ".gguf" and directory.is_file():
         from mhar_jax.huggingface.gguf import load_gguf
 

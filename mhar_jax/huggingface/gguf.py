@@ -180,11 +180,13 @@ def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
     """The ModelConfig that a file describes.
 
     Raises:
-      UserError: another architecture, scaled or partial rotary positions, or a missing field.
+      UserError: another architecture, experts, scaled or partial rotary positions, or a missing field.
     """
     architecture = file.field("general.architecture")
     if architecture != "llama":
         raise UserError(f"{file.path}: the architecture must be 'llama', got {architecture!r}")
+    if file.field("llama.expert_count", 0) != 0:
+        raise UserError(f"{file.path}: experts are not read, and the file has {file.whole('llama.expert_count')}")
     _check_rotary_scaling(file)
     if "model.embed_tokens.weight" not in file.names:
         raise UserError(f"{file.path} must hold token_embd.weight, and does not")

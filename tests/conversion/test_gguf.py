@@ -27,6 +27,7 @@ GGML, LLAMA = "tokenizer.ggml.", "llama."
         ({LLAMA + "block_count": 0}, ["block_count must be a whole number"]),
         ({LLAMA + "rope.freq_base": "fast"}, ["freq_base must be a finite number"]),
         ({LLAMA + "context_length": None}, ["the field llama.context_length is missing"]),
+        ({LLAMA + "expert_count": 4}, ["experts are not read, and the file has 4"]),
         ({LLAMA + "rope.scaling.type": "linear"}, ["scaled rotary positions (llama.rope.scaling.type)"]),
         ({LLAMA + "rope.scaling.factor": 4.0}, ["scaled rotary positions (llama.rope.scaling.factor)"]),
         ({LLAMA + "rope.scale_linear": 4.0}, ["scaled rotary positions (llama.rope.scale_linear)"]),
@@ -50,7 +51,7 @@ def test_two_names_of_one_tensor(run, tmp_path):
 
 
 def test_fields_that_change_nothing(tmp_path):
-    fields = {"rope.dimension_count": 8, "rope.scaling.factor": 1.0, "rope.scaling.type": "none"}
+    fields = {"expert_count": 0, "rope.dimension_count": 8, "rope.scaling.factor": 1.0, "rope.scaling.type": "none"}
     file = write_model(tmp_path / "model.gguf", {LLAMA + name: value for name, value in fields.items()})
     assert open_gguf(file).config == open_gguf(write_model(tmp_path / "plain.gguf")).config
 
