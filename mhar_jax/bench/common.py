@@ -4,12 +4,13 @@ import argparse
 import dataclasses
 import pathlib
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mhar_jax.bench import report as reports
-from mhar_jax.errors import UserError
+from mhar_jax.errors import UserError, writing
 from mhar_jax.platforms import prefer_present_hardware
 
 
@@ -89,6 +90,18 @@ def start() -> list[str]:
     for note in notes:
         print(note, file=sys.stderr)
     return notes
+
+
+def check_out(out: str | None) -> None:
+    """Makes the folder and tries it, before minutes of measuring.
+
+    Raises:
+      UserError: it cannot be made or written to.
+    """
+    if out is not None:
+        with writing("the benchmark's result", out):
+            pathlib.Path(out).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out).close()
 
 
 def keep(report: reports.Report, out: str | None) -> None:

@@ -74,6 +74,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     common.at_least("threads", options.threads, 1)
     if options.profile is not None and pathlib.Path(options.profile).is_file():
         raise UserError(f"--profile must be a directory, got the file {options.profile}")
+    common.check_out(options.out)
     notes = common.start()
     environment_now = {**environment(command, options.revision), "compile_threads": options.threads}
     import jax

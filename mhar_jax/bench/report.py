@@ -130,10 +130,9 @@ def problem_of(content: Any) -> str | None:
     for row in content["rows"]:
         if not isinstance(row, dict) or row.keys() != {"of", "status", "reason", "samples_ms", "metrics"}:
             return "a row must have of, status, reason, samples_ms and metrics"
-        if not (
-            isinstance(row["of"], dict) and isinstance(row["samples_ms"], list) and isinstance(row["metrics"], dict)
-        ):
-            return "of and metrics of a row must be objects, and samples_ms a list"
+        kinds = {"of": dict, "samples_ms": list, "metrics": dict}
+        if wrong := [name for name, kind in kinds.items() if not isinstance(row[name], kind)]:
+            return f"{wrong[0]} of a row must be a {kinds[wrong[0]].__name__}"
         if row["status"] not in STATUSES:
             return f"a row's status must be of {', '.join(STATUSES)}"
         if row["status"] != "ok" and (row["samples_ms"] or not row["reason"]):
