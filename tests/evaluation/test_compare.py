@@ -62,6 +62,14 @@ def test_one_seed_is_said_to_be_one(runs, capsys):
     assert "one seed: how far another seed would move this is not known" in capsys.readouterr().out
 
 
+def test_seeds_of_one_method_are_no_pair(runs, capsys):
+    paths = [str(runs / f"additive-{seed}") for seed in (1, 2)]
+    assert main(paths) == 0
+    assert "NOT PAIRED: the runs are of one method with different seeds" in capsys.readouterr().out
+    assert main([*paths, "--require-paired"]) == 2
+    assert "error: not paired: the runs are of one method" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
