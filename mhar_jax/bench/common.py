@@ -55,6 +55,9 @@ def names(text: str | None, option: str, known: Sequence[str] | None = None) -> 
     return found
 
 
+LARGEST = 2**31 - 1  # of sizes: as of those in a config
+
+
 def integers(text: str, option: str) -> list[int]:
     """A comma-separated list of positive integers.
 
@@ -65,8 +68,8 @@ def integers(text: str, option: str) -> list[int]:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = [0]
-    if min(found) < 1:
-        raise UserError(f"--{option} must be positive integers separated by commas, got {text!r}")
+    if min(found) < 1 or max(found) > LARGEST:
+        raise UserError(f"--{option} must be positive integers separated by commas, of 31 bits, got {text!r}")
     return found
 
 
@@ -76,9 +79,11 @@ def overrides(given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def at_least(option: str, value: int, least: int) -> None:
-    """Raises UserError below."""
+    """Raises UserError below, and beyond 31 bits."""
     if value < least:
         raise UserError(f"--{option} must be at least {least}, got {value}")
+    if value > LARGEST:
+        raise UserError(f"--{option} must be at most {LARGEST}, got {value}")
 
 
 def start() -> list[str]:
@@ -92,14 +97,14 @@ def start() -> list[str]:
     return notes
 
 
-def check_out(out: str | None) -> None:
+def check_out(out: str | None, what: str = "the benchmark's result") -> None:
     """Makes the folder and tries it, before minutes of measuring.
 
     Raises:
       UserError: it cannot be made or written to.
     """
     if out is not None:
-        with writing("the benchmark's result", out):
+        with writing(what, out):
             pathlib.Path(out).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out).close()
 
