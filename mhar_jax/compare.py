@@ -66,6 +66,9 @@ def _compare_runs(paths: Sequence[str], options: argparse.Namespace) -> list[str
     print(aligned(rows))
     name_of = {id(run): names[path] for path, run in zip(paths, runs, strict=True)}
     reasons: list[str] = []
+    if not comparisons:
+        reasons.append("the runs are of one method with different seeds, so there is no pair among them")
+        print(f"\nNOT PAIRED: {reasons[0]}")
     for comparison in comparisons:
         print()
         for d in comparison.differences:

@@ -59,12 +59,14 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     topologies = common.names(options.topology, "topology")
     chips = {topology: chip_of(topology) for topology in topologies}
     presets = common.names(options.presets, "presets")
+    common.check_out(options.out)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    rows = []
+    rows: list[Row] = []
     for topology, chip in chips.items():
         for preset in presets:
             clock.say(f"{preset} on {topology}")
             rows.append(_compile(preset, topology, chip, options.set))
+            common.keep(Report("compile", found, rows, [NOTE]), options.out)
     return Report("compile", found, rows, [NOTE])
 
 
@@ -119,10 +121,12 @@ def _config(preset: str, topology: str, overrides: list[str]) -> Config:
     if "batch_size" in given:
         return config
     try:
-        chips = math.prod(int(part) for part in topology.partition(":")[2].split("x"))
+        sizes = [int(part) for part in topology.partition(":")[2].split("x")]
+        if min(sizes) < 1:
+            raise ValueError
     except ValueError:
         raise UserError(f"--topology must be like v5e:16x16, got {topology!r}") from None
-    ways = chips // max(1, config.mesh.tensor) // max(1, config.mesh.context)
+    ways = math.prod(sizes) // max(1, config.mesh.tensor) // max(1, config.mesh.context)
     return dataclasses.replace(config, batch_size=MICRO_BATCHES.get(preset, 1) * ways)
 
 

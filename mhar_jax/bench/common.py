@@ -4,12 +4,13 @@ import argparse
 import dataclasses
 import pathlib
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mhar_jax.bench import report as reports
-from mhar_jax.errors import UserError
+from mhar_jax.errors import UserError, writing
 from mhar_jax.platforms import prefer_present_hardware
 
 
@@ -54,6 +55,9 @@ def names(text: str | None, option: str, known: Sequence[str] | None = None) -> 
     return found
 
 
+LARGEST = 2**31 - 1  # of sizes: as of those in a config
+
+
 def integers(text: str, option: str) -> list[int]:
     """A comma-separated list of positive integers.
 
@@ -64,8 +68,8 @@ def integers(text: str, option: str) -> list[int]:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = [0]
-    if min(found) < 1:
-        raise UserError(f"--{option} must be positive integers separated by commas, got {text!r}")
+    if min(found) < 1 or max(found) > LARGEST:
+        raise UserError(f"--{option} must be positive integers separated by commas, of 31 bits, got {text!r}")
     return found
 
 
@@ -75,9 +79,11 @@ def overrides(given: Sequence[str]) -> dict[str, list[str]]:
 
 
 def at_least(option: str, value: int, least: int) -> None:
-    """Raises UserError below."""
+    """Raises UserError below, and beyond 31 bits."""
     if value < least:
         raise UserError(f"--{option} must be at least {least}, got {value}")
+    if value > LARGEST:
+        raise UserError(f"--{option} must be at most {LARGEST}, got {value}")
 
 
 def start() -> list[str]:
@@ -89,6 +95,18 @@ def start() -> list[str]:
     for note in notes:
         print(note, file=sys.stderr)
     return notes
+
+
+def check_out(out: str | None, what: str = "the benchmark's result") -> None:
+    """Makes the folder and tries it, before minutes of measuring.
+
+    Raises:
+      UserError: it cannot be made or written to.
+    """
+    if out is not None:
+        with writing(what, out):
+            pathlib.Path(out).mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out).close()
 
 
 def keep(report: reports.Report, out: str | None) -> None:

@@ -22,7 +22,7 @@ from mhar_jax.bench.report import Report, Row, Status, describe, environment, re
 from mhar_jax.command_line import VARIANTS, parser
 from mhar_jax.config.load import load_config
 from mhar_jax.config.schema import ROUTED_VARIANTS, ModelConfig
-from mhar_jax.errors import UserError, writing
+from mhar_jax.errors import UserError, one_line, writing
 from mhar_kernels import IMPLEMENTATIONS
 
 
@@ -74,6 +74,8 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     common.at_least("threads", options.threads, 1)
     if options.profile is not None and pathlib.Path(options.profile).is_file():
         raise UserError(f"--profile must be a directory, got the file {options.profile}")
+    common.check_out(options.out)
+    common.check_out(options.profile, "the trace")
     notes = common.start()
     environment_now = {**environment(command, options.revision), "compile_threads": options.threads}
     import jax
@@ -84,7 +86,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     prefill = options.prefill or ("2x16" if cpu else "8x1024")
     try:
         rows, length = (int(part) for part in prefill.split("x"))
-        if min(rows, length) < 1:
+        if min(rows, length) < 1 or max(rows, length) > common.LARGEST:
             raise ValueError
     except ValueError:
         raise UserError(f"--prefill must be like 8x1024, got {prefill!r}") from None
@@ -93,7 +95,10 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     base = load_config(preset, [*(SMALL_MODEL if cpu and options.preset is None else []), *options.set]).model
     changes: dict[str, Any] = {"vocab_size": base.vocab_size or 151_936, "remat": "none"}
     changes |= {"context": max(base.context, length, prompt + steps), "param_dtype": base.compute_dtype}
-    base = dataclasses.replace(base, **changes)
+    try:
+        base = dataclasses.replace(base, **changes)
+    except ValueError as error:
+        raise UserError(f"this preset cannot have so long a context: {one_line(error)}") from None
 
     named = {v: options.implementation if v in ROUTED_VARIANTS else None for v in variants}
     models = {v: _Placed(with_variant(base, v, named[v])) for v in variants}

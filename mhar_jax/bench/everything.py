@@ -37,12 +37,13 @@ def main(arguments: Sequence[str], begun: float) -> int:
     """Runs the subcommand, begun at that reading of `time.monotonic`: 1 if a part or a row failed."""
     options = make_parser().parse_args(list(arguments))
     parts = common.names(options.parts, "parts", list(_PARTS))
-    if options.minutes <= 0:
+    if not options.minutes > 0:
         raise UserError(f"--minutes must be positive, got {options.minutes}")
     common.at_least("threads", options.threads, 1)
     worst, seconds = 0, {}
     for name in parts:
-        own = ["--threads", str(options.threads), *(["--revision", options.revision] if options.revision else [])]
+        own = ["--out", options.out, "--threads", str(options.threads)]
+        own += ["--revision", options.revision] if options.revision else []
         own += ["--profile"] if name == "routing" and options.profile else []
         part, part_begun = _PARTS[name], time.monotonic()
         clock = common.Clock(begun, begun + 60 * options.minutes * _SHARES[name])

@@ -23,6 +23,16 @@ CPU_NOTE = (
     "This is a CPU: its times say nothing about a GPU or a TPU, and those of pallas_tpu and triton here are of an "
     "interpreter and mean nothing at all."
 )
+# What the environment of a result must hold.
+_ENVIRONMENT: dict[str, Any] = {
+    "device": str,
+    "platform": str,
+    "device_count": int,
+    "versions": dict,
+    "git": dict | None,
+    "date": str,
+    "command": list,
+}
 _PACKAGES = ("mhar-jax", "jax", "jaxlib", "flax", "optax", "jax-triton", "triton", "libtpu", "numpy")
 
 
@@ -95,7 +105,7 @@ def load(path: str | pathlib.Path) -> Report:
     """
     try:
         content = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"{path} cannot be read as a benchmark's result: {one_line(error)}") from None
     if (problem := problem_of(content)) is not None:
         raise UserError(f"{path} is not a result of `python -m mhar_jax.bench`: {problem}")
@@ -113,23 +123,36 @@ def problem_of(content: Any) -> str | None:
             return f"{name} must be a {kind.__name__}"
     if content["kind"] not in KINDS:
         return f"kind must be of {', '.join(KINDS)}"
-    missing = {"device", "platform", "device_count", "versions", "git", "date", "command"} - content[
-        "environment"
-    ].keys()
-    if missing:
-        return f"its environment lacks {', '.join(sorted(missing))}"
+    if (problem := _environment_problem(content["environment"])) is not None:
+        return problem
     if "copy_tb_per_s" not in content:
         return "it lacks copy_tb_per_s"
     for row in content["rows"]:
         if not isinstance(row, dict) or row.keys() != {"of", "status", "reason", "samples_ms", "metrics"}:
             return "a row must have of, status, reason, samples_ms and metrics"
+        kinds = {"of": dict, "samples_ms": list, "metrics": dict}
+        if wrong := [name for name, kind in kinds.items() if not isinstance(row[name], kind)]:
+            return f"{wrong[0]} of a row must be a {kinds[wrong[0]].__name__}"
         if row["status"] not in STATUSES:
             return f"a row's status must be of {', '.join(STATUSES)}"
         if row["status"] != "ok" and (row["samples_ms"] or not row["reason"]):
             return "a row that is not ok has a reason and no samples"
-        if not all(isinstance(ms, float | int) and ms > 0 for ms in row["samples_ms"]):
+        if not all(isinstance(ms, float | int) and 0 < ms < math.inf for ms in row["samples_ms"]):
             return "samples must be positive numbers"
     return None
+
+
+def _environment_problem(found: Mapping[str, Any]) -> str | None:
+    """What is wrong with the environment of a report; None if nothing is."""
+    if missing := _ENVIRONMENT.keys() - found.keys():
+        return f"its environment lacks {', '.join(sorted(missing))}"
+    for name, kind in _ENVIRONMENT.items():
+        if not isinstance(found[name], kind):
+            return f"{name} of its environment is {one_line(repr(found[name]), 60)}"
+    git = found["git"]
+    if git is not None and not (isinstance(git.get("revision"), str) and "modified" in git):
+        return "git of its environment lacks revision or modified"
+    return None if isinstance(found["versions"].get("jax"), str) else "versions of its environment lack jax"
 
 
 def environment(command: Sequence[str], revision: str | None = None) -> dict[str, Any]:

@@ -74,6 +74,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
         raise UserError("--shapes says all about the sites: give it without --presets and --sources")
     if options.delta and not options.shapes:
         raise UserError("--delta belongs to --shapes; the preset of delta form is 8b-delta")
+    common.check_out(options.out)
     notes = common.start()
     found = {**environment(command, options.revision), "compile_threads": options.threads}
     import jax

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from mhar_jax.bench.common import LARGEST
 from mhar_jax.errors import UserError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -105,6 +106,6 @@ def parse_site(text: str, tokens: int, dtype: str, delta: bool) -> SiteShape:
         sources, dim, heads = (int(part) for part in text.split("x"))
     except ValueError:
         raise UserError(f"--shapes must look like 24x4096x1 (sources x D x heads), got {text!r}") from None
-    if min(sources, dim, heads) < 1 or dim % heads:
-        raise UserError(f"--shapes must be positive, with heads that divide D, got {text!r}")
+    if min(sources, dim, heads) < 1 or max(sources, dim) > LARGEST or dim % heads:
+        raise UserError(f"--shapes must be positive, of 31 bits, with heads that divide D, got {text!r}")
     return SiteShape(sources, dim, heads, tokens, delta, dtype)

@@ -64,6 +64,7 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
     common.at_least("threads", options.threads, 1)
     if options.steps is not None:
         common.at_least("steps", options.steps, 1)
+    common.check_out(options.out)
     notes = common.start()
     environment_now = {**environment(command, options.revision), "compile_threads": options.threads}
     import jax

@@ -78,7 +78,7 @@ def read_documents(
     if whole_files:
         files = [file for file, _ in list_files(path, "text")][:limit]
         try:
-            return [file.read_text(encoding="utf-8") for file in files]
+            return [file.read_text(encoding="utf-8-sig") for file in files]
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from None
     documents = open_documents(path, file_format, text_field)

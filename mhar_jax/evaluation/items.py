@@ -93,12 +93,16 @@ def read_results(path: str | pathlib.Path) -> Results:
         found = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         if not isinstance(found, dict) or found.pop("kind", None) != _KIND:
             raise ValueError("it was not written by mhar_jax.evaluate --out")
+        if not isinstance(found["settings"], dict):
+            raise ValueError("its settings must be an object")
         return Results(**(found | {"items": [_item(item) for item in found["items"]]}))
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
         raise UserError(f"{path} holds no results of an evaluation: {one_line(error)}") from None
 
 
 def _item(found: dict[str, Any]) -> Item:
+    if not isinstance(found["task"], str):
+        raise ValueError(f"the task of an item must be a string, got {found['task']!r}")
     metrics = {name: _metric(name, value) for name, value in dict(found["metrics"]).items()}
     return Item(**(found | {"number": int(found["number"]), "metrics": metrics}))
 

@@ -54,6 +54,19 @@ def test_a_step_that_does_not_fit(monkeypatch, capsys):
     assert "NO" in printed
 
 
+def test_a_slice_is_written_before_the_next(tmp_path, monkeypatch):
+    """Each takes minutes: an interruption within the second leaves the first."""
+
+    def interrupted_at_the_second(preset, topology, chip, overrides):
+        if topology == "v5p:2x2x1":
+            raise KeyboardInterrupt
+        return report.refused({"preset": preset, "topology": topology}, "failed", "does not fit")
+
+    monkeypatch.setattr(ahead, "_compile", interrupted_at_the_second)
+    assert bench.main(["compile", "--topology=v5e:2x2,v5p:2x2x1", f"--out={tmp_path}"]) == 130
+    assert [row.of["topology"] for row in report.load(tmp_path / "compile.json").rows] == ["v5e:2x2"]
+
+
 def test_bytes_on_the_network():
     """Four chips, arrays of 1,000 bytes: gathered 750 sent, summed 1,500, scattered 3,000 (of 4,000), shifted 1,000."""
     one = (Array("s8", (1000,)),)

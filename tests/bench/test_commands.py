@@ -65,6 +65,32 @@ def test_what_was_measured_outlives_an_interruption(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["routing.json"]
 
 
+def test_all_writes_each_part_as_it_comes(tmp_path, monkeypatch):
+    """An interruption within a part of `all` leaves what that part had measured."""
+
+    def measure(name, shape, layout, chosen, settings):
+        if shape.sources == 4:
+            raise KeyboardInterrupt
+        return [report.timed({"preset": name, "what": "site", "layout": layout}, [1.0])]
+
+    monkeypatch.setattr("mhar_jax.bench.measure_site.measure_site", measure)
+    monkeypatch.setattr("mhar_jax.bench.measure_model.model_jobs", lambda *of: [])
+    assert bench.main(["all", f"--out={tmp_path}"]) == 130
+    saved = report.load(tmp_path / "routing.json")
+    assert len(saved.rows) == 1
+    assert saved.notes[-1] == "not complete: the command had not ended"
+
+
+@pytest.mark.parametrize("subcommand", ["routing", "training", "decode", "compile --topology=v5e:2x2", "all"])
+def test_a_folder_that_cannot_be_is_refused_before_anything_is_measured(tmp_path, monkeypatch, capsys, subcommand):
+    monkeypatch.setattr("mhar_jax.bench.common.Clock.say", lambda self, text: pytest.fail(text))
+    path = tmp_path / "file"
+    path.touch()
+    for out in (path, path / "folder"):
+        assert bench.main([*subcommand.split(), f"--out={out}"]) == 2
+        assert f"cannot be written to {out}" in capsys.readouterr().err
+
+
 def test_training(tmp_path):
     arguments = ["--steps=1", "--windows=3", "--set=model.num_layers=1", f"--out={tmp_path}"]
     assert bench.main(["training", "--implementations=xla", *arguments]) == 0
@@ -178,10 +204,19 @@ def test_slow_compiles_are_left_out_on_gpus():
         (["training", "--implementations=cuda"], "--implementations must be of best, reference"),
         (["training", "--presets=mhar_100m", "--set=batch_size=3"], "multiple of the 8 devices"),
         (["decode", f"--profile={__file__}"], "--profile must be a directory, got the file"),
+        (["decode", f"--profile={__file__}/trace"], "the trace cannot be written to"),
         (["decode", "--prefill=8"], "--prefill must be like 8x1024"),
+        (["decode", f"--prefill={2**31}x16"], "--prefill must be like 8x1024"),
+        (["decode", f"--prompt={2**31 - 1}"], "so long a context"),
+        (["routing", "--shapes=2x16x1", f"--tokens={2**70}"], "--tokens must be at most 2147483647"),
+        (["routing", f"--shapes=2x{2**40}x1"], "of 31 bits, with heads that divide D"),
+        (["routing", f"--sources={2**31}"], "--sources must be positive integers separated by commas, of 31 bits"),
         (["decode", "--batches=none"], "--batches must be positive integers"),
         (["all", "--out=x", "--parts=some"], "--parts must be of routing"),
         (["all", "--out=x", "--minutes=0"], "--minutes must be positive"),
+        (["all", "--out=x", "--minutes=nan"], "--minutes must be positive"),
+        (["compile", "--topology=v5e:0x2"], "--topology must be like v5e:16x16"),
+        (["compile", "--topology=v5e:-2x-2"], "--topology must be like v5e:16x16"),
         (["compile"], "--topology"),
     ],
 )

@@ -107,7 +107,13 @@ def test_other_kinds_and_nothing_in_common(saved, capsys):
 
 def test_files_that_are_no_results(tmp_path, capsys):
     path = tmp_path / "x.json"
-    for text, words in (("{", "cannot be read"), ("[1]", "schema must be 1"), ('{"schema": 9}', "schema must be 1")):
+    deep = "[" * 100_000
+    for text, words in (
+        ("{", "cannot be read"),
+        (deep, "cannot be read"),
+        ("[1]", "schema must be 1"),
+        ('{"schema": 9}', "schema must be 1"),
+    ):
         path.write_text(text)
         assert bench.main(["compare", str(path), str(path)]) == 2
         assert words in capsys.readouterr().err
@@ -143,3 +149,12 @@ def test_schema(tmp_path):
     assert "status" in spoiled(lambda c: c["rows"][0].update(status="fine"))
     assert "no samples" in spoiled(lambda c: c["rows"][2].update(samples_ms=[1.0]))
     assert "positive" in spoiled(lambda c: c["rows"][0].update(samples_ms=[0.0]))
+    assert "positive" in spoiled(lambda c: c["rows"][0].update(samples_ms=[math.inf]))
+    for damage in ({"of": None}, {"of": ["site"]}, {"samples_ms": None}, {"samples_ms": 1.0}, {"metrics": None}):
+        assert "of a row must be" in spoiled(lambda c, damage=damage: c["rows"][0].update(damage))
+    for name, value in {"device_count": None, "versions": "0.11", "git": "e4fe7b1", "date": 20261130}.items():
+        problem = spoiled(lambda c, name=name, value=value: c["environment"].update({name: value}))
+        assert problem == f"{name} of its environment is {value!r}"
+    for git in ({}, {"revision": None, "modified": True}, {"revision": "e4fe7b1"}):
+        assert "lacks revision" in spoiled(lambda c, git=git: c["environment"].update(git=git))
+    assert "lack jax" in spoiled(lambda c: c["environment"].update(versions={}))

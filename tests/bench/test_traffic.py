@@ -66,6 +66,29 @@ def test_a_blocked_model():
     assert traffic.model_bytes(shape, "forward", 2) == 22 * 10 * 8 * 2
 
 
+# preset: sites a block, rows forward, rows backward. merge: 3.5 a site, the rows inside blocks, 1 a site behind the
+# first block. mix, a block behind the first: where it starts, and its size. finish: 5.5 a site, inside, 1 a site
+# before the last block. pull, a block before the last: what follows it, and twice its size. query: 1 a site.
+# 25 sites in 7, 7, 7, 4: inside 3 x 21 + 6 = 69. mix 14 + 21 + 25; merge 87.5 + 69 + 18. pull 32 + 25 + 18; finish
+# 137.5 + 69 + 21. 49 in 6 x 8, 1: inside 168. mix 16 + 24 + ... + 48, 49; merge 171.5 + 168 + 41. pull 41 + 33 + ...
+# + 1 = 126, 96; finish 269.5 + 168 + 48. 73 in 9 x 8, 1: inside 252. mix 16 + ... + 72, 73; merge 255.5 + 252 + 65.
+# pull 65 + 57 + ... + 1 = 297, 144; finish 401.5 + 252 + 72. tiny, one block: merge 10.5 + 3; finish 16.5 + 3.
+BLOCKED = {
+    "tiny": (3, 13.5, 19.5 + 3),
+    "100m": (7, 60 + 174.5, 75 + 227.5 + 25),
+    "350m": (8, 209 + 380.5, 222 + 485.5 + 49),
+    "1b": (8, 425 + 572.5, 441 + 725.5 + 73),
+}
+
+
+def test_every_blocked_model():
+    assert BLOCKED.keys() == {name for name, p in PRESETS.items() if not p.model.delta}
+    for name, (block, forward, backward) in BLOCKED.items():
+        model = PRESETS[name].model
+        found = tuple(traffic.model_bytes(model, which, block) for which in traffic.PASSES)
+        assert found == (forward * model.row_bytes, (forward + backward) * model.row_bytes)
+
+
 def test_blocks_move_less():
     for name in ("100m", "350m", "1b"):
         model = PRESETS[name].model

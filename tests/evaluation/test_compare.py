@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 
 import numpy as np
@@ -59,6 +60,14 @@ def test_table_of_paired_runs_over_seeds(runs, capsys):
 def test_one_seed_is_said_to_be_one(runs, capsys):
     assert main([str(runs / "additive-1"), str(runs / "mhar-1")]) == 0
     assert "one seed: how far another seed would move this is not known" in capsys.readouterr().out
+
+
+def test_seeds_of_one_method_are_no_pair(runs, capsys):
+    paths = [str(runs / f"additive-{seed}") for seed in (1, 2)]
+    assert main(paths) == 0
+    assert "NOT PAIRED: the runs are of one method with different seeds" in capsys.readouterr().out
+    assert main([*paths, "--require-paired"]) == 2
+    assert "error: not paired: the runs are of one method" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -338,6 +347,11 @@ def test_results_that_no_evaluation_wrote(tmp_path, capsys):
         assert code == 2
         assert f"the metric acc of an item must be a number or a pair of them, got {metric!r}" in said
         assert said.count("\n") == 1
+    odd = [{"settings": value} for value in (None, [1], "x")]
+    odd += [{"items": [dataclasses.replace(good.items[0], **d)]} for d in ({"task": None}, {"number": math.inf})]
+    for damage in odd:
+        code, said = against(dataclasses.replace(good, **damage))
+        assert (code, "holds no results of an evaluation" in said, said.count("\n")) == (2, True, 1)
     for one, why in ((1.5, "there is one item"), (Weighted(-3.0, 2.0), "there is one item")):
         write_results(results([{"word_perplexity": one}]), tmp_path / "good")
         assert why in against(results([{"word_perplexity": one}]))[1]

@@ -11,6 +11,7 @@ from flax import nnx
 from inference_helpers import placed, tiny_model
 from mhar_jax.data.tokenizers import ByteTokenizer
 from mhar_jax.errors import UserError
+from mhar_jax.evaluation.held_out import read_documents
 from mhar_jax.evaluation.scoring import Scorer
 from mhar_jax.evaluation.text import TextReport, TextScore, score_documents, sliding_windows
 from model_helpers import jit
@@ -119,6 +120,13 @@ def test_documents_are_weighed_by_their_tokens(scorer):
     assert together.total("tokens") == together.total("num_bytes") == 5 + 14 + 2
     shifted = score_documents(scorer, BYTES, texts, window=64, stride=64, prefix=0)
     assert shifted.loss != together.loss
+
+
+def test_whole_files_are_read_as_documents_are(tmp_path):
+    """Without a byte order mark, lines ended by one byte, or bits per byte would be of other bytes."""
+    (tmp_path / "x.txt").write_bytes("\ufeffone\r\ntwo".encode())
+    for whole_files in (False, True):
+        assert read_documents(str(tmp_path / "x.txt"), "text", "text", whole_files=whole_files) == ["one\ntwo"]
 
 
 def test_what_is_refused(scorer):
