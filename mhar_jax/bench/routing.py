@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from mhar_jax.bench import common, shapes
 from mhar_jax.bench.report import Report, Row, environment
 from mhar_jax.command_line import parser
-from mhar_jax.errors import UserError, one_line
+from mhar_jax.errors import UserError, one_line, out_of_memory
 
 if TYPE_CHECKING:
     from mhar_jax.bench.candidates import Candidate
@@ -128,7 +128,12 @@ def run(options: argparse.Namespace, command: Sequence[str], clock: common.Clock
                 notes.append(f"left out for want of time: {site.sources} sources of {name}, {layout}")
                 continue
             clock.say(f"{name}: {site.sources} sources, D {site.dim}, {layout}")
-            rows += measure_site(name, site, layout, those, settings)
+            try:
+                rows += measure_site(name, site, layout, those, settings)
+            except Exception as error:
+                if out_of_memory(error) is None:
+                    raise
+                notes.append(f"left out, memory does not suffice: {site.sources} sources of {name}, {layout}")
             common.keep(Report("routing", found, rows, notes, copy), options.out)
     if "site_by_site" in layouts:
         measure_models("site_by_site")

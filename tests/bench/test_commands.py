@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from mhar_jax.bench import __main__ as bench
@@ -89,6 +90,23 @@ def test_a_folder_that_cannot_be_is_refused_before_anything_is_measured(tmp_path
     for out in (path, path / "folder"):
         assert bench.main([*subcommand.split(), f"--out={out}"]) == 2
         assert f"cannot be written to {out}" in capsys.readouterr().err
+
+
+def test_a_shape_that_does_not_fit_is_left_out(tmp_path, monkeypatch):
+    def measure(name, shape, layout, chosen, settings):
+        if layout == "separate":
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte.")
+        return [report.timed({"preset": name, "what": "site", "layout": layout}, [1.0])]
+
+    monkeypatch.setattr("mhar_jax.bench.measure_site.measure_site", measure)
+    arguments = ["--shapes=2x16x1", "--layouts=separate,stacked", f"--out={tmp_path}"]
+    monkeypatch.setattr("mhar_jax.bench.tables.show", lambda saved: None)
+    monkeypatch.setattr("mhar_jax.bench.tables.write_markdown", lambda saved, folder: folder)
+    monkeypatch.setattr("mhar_jax.bench.figures.draw", lambda saved, folder: [])
+    assert bench.main(["routing", *arguments]) == 0
+    saved = report.load(tmp_path / "routing.json")
+    assert [row.of["layout"] for row in saved.rows] == ["stacked"]
+    assert saved.notes[-1].startswith("left out, memory does not suffice: 2 sources of custom, separate")
 
 
 def test_training(tmp_path):
