@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 
 from mhar_kernels.pallas_stage_layout import Geometry, Ref
 
+
 def parts(x: jax.Array, count: int) -> list[jax.Array]:
     """float32 arrays of bfloat16 numbers whose sum is x: exactly where there are three, to 16 bits where two.
 
