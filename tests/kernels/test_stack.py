@@ -72,6 +72,18 @@ def test_given_deep_stack(block_size):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8, 73])
+def test_36_layers_equal_site_by_site(block_size):
+    """73 sites, in float32."""
+    inputs, cotangent = random_stack(72, (2,), 8, 2)
+    blocked = value_and_grads(inputs, cotangent, heads=2, block_size=block_size)
+    plain = value_and_grads(inputs, cotangent, heads=2, implementation="reference")
+    assert error(blocked[0], plain[0]) < 1e-6
+    for a, b in zip(blocked[1], plain[1], strict=True):
+        assert error(a, b) < 1e-5
+
+
+@pytest.mark.exhaustive
 def test_given_stack_site_by_site():
     check_given("stack_6", implementation="reference")
 
