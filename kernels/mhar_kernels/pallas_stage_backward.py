@@ -18,12 +18,10 @@ from mhar_kernels.pallas_stage_math import (
     add_up,
     head_sums,
     keyed_sums,
-    load_scaled,
     logits,
     own_heads,
     query_sum,
     stacked_parts,
-    store_scaled,
     turn_in,
     turn_out,
     when_first,
@@ -35,8 +33,7 @@ PULL, FINISH = "depth_stack_pull", "depth_stack_finish"
 class Pulled(NamedTuple):
     """What the sites behind a block give to the gradients of its sources."""
 
-    value: jax.Array  # [sources, D, T] int16
-    scale: jax.Array  # [sources, heads, T] float32: what one unit of `value` is
+    value: jax.Array  # [sources, D, T] float32: Σ over sites of α dO + (dℓ r) q̃
     shared: jax.Array  # [sources, 1, T] float32: Σ over sites and heads of dℓ ℓ
 
 
@@ -76,10 +73,10 @@ def pull_call(
 
     def kernel(at: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
         sources, r, d_out, lse, delta, q = inputs
-        out, out_scale, out_shared, d_query = outputs
-        acc, shared, logit, d_key, dots, alpha = scratch
+        out, shared, d_query = outputs
+        logit, d_key, dots, alpha = scratch
         first_tile, step = g.tile_index()
-        when_first(step == 0, (acc, shared, dots))
+        when_first(step == 0, (out, shared, dots))
         if ragged:
             when_first(step == steps - 1, (d_key,))
 
@@ -109,7 +106,7 @@ def pull_call(
                 for s in slices:
                     d = [_wide(d_out, s, first + j) for j in range(together)]
                     for n in range(count):
-                        acc[n, s, :] += add_up([alpha[j, n, row, :] * d[j] for j in range(together)])
+                        out[n, s, :] += add_up([alpha[j, n, row, :] * d[j] for j in range(together)])
 
             g.each_piece(add)
 
@@ -121,13 +118,8 @@ def pull_call(
 
         keys = [d_key[n].reshape(rows, g.tile) for n in range(count)]
         for n, value in enumerate(keyed_sums(query, keys)):
-            acc[n] += value
+            out[n] += value
         d_query[0, step] += own_heads(g, add_up([query_sum(k, sources[n]) for n, k in enumerate(keys)]))
-
-        @pl.when(step == steps - 1)
-        def _() -> None:
-            store_scaled(g, acc, alpha.at[0], out, out_scale)
-            out_shared[...] = shared[...]
 
     first = lambda at, step: at
     whole = lambda at, step: 0
@@ -145,19 +137,18 @@ def pull_call(
     ]
     sums = jax.ShapeDtypeStruct((g.cores, steps, chunk, g.dim), jnp.float32)
     outputs = [
-        Operand(g.history(count, g.dim, jnp.int16), g.depth_spec(count, g.dim, whole)),
-        Operand(g.history(count, g.heads, jnp.float32), g.depth_spec(count, g.heads, whole)),
+        Operand(g.history(count, g.dim, jnp.float32), g.depth_spec(count, g.dim, whole)),  # in VMEM: the sums
         Operand(g.history(count, 1, jnp.float32), g.depth_spec(count, 1, whole)),
         Operand(sums, g.sum_spec(*sums.shape[1:])),
     ]
     pairs = g.tokens * sites * count
     cost = pl.CostEstimate(
         flops=pairs * g.dim * (4 + 16 * g.heads),  # 3 passes of logits, 3 of the keys' part, 2 of the query gradient
-        bytes_accessed=g.tokens * (2 * g.dim * (sites + 2 * count) + 8 * g.heads * sites + 4 * count * (g.heads + 2))
+        bytes_accessed=g.tokens * (2 * g.dim * (sites + 3 * count) + 8 * g.heads * sites + 8 * count)
         + 4 * g.dim * (g.heads * sites + g.cores * sites),
         transcendentals=pairs * g.heads,
     )
-    value, scale, shared, d_query = call(
+    value, shared, d_query = call(
         g,
         kernel,
         PULL,
@@ -165,8 +156,6 @@ def pull_call(
         inputs,
         outputs,
         [
-            float32(count, g.dim, g.tile),
-            float32(count, 1, g.tile),
             float32(count, chunk, g.heads, g.tile),
             float32(count, chunk, g.heads, g.tile),
             float32(2, count, g.heads, g.tile),
@@ -176,7 +165,7 @@ def pull_call(
         temporaries=2 * 4 * count * g.dim * g.tile,
         cost=cost,
     )
-    return Pulled(value, scale, shared), d_query.reshape(g.cores, steps * chunk, g.dim)
+    return Pulled(value, shared), d_query.reshape(g.cores, steps * chunk, g.dim)
 
 
 def finish_call(
@@ -224,13 +213,10 @@ def finish_call(
 
         def start(head: Any, slices: list[Any]) -> None:
             for s in slices:
-                if pulled:
-                    acc[s, :] = load_scaled(pulled[0], 0, s) * pulled[1][0, pl.ds(head, 1), :]
-                else:
-                    acc[s, :] = jnp.zeros((s.size, g.tile), jnp.float32)
+                acc[s, :] = pulled[0][0, s, :] if pulled else jnp.zeros((s.size, g.tile), jnp.float32)
 
         g.each_piece(start)
-        shared[...] = pulled[2][0] if pulled else jnp.zeros(shared.shape, jnp.float32)
+        shared[...] = pulled[1][0] if pulled else jnp.zeros(shared.shape, jnp.float32)
 
         def add_site(i: Any, d: Ref, row: Any, site_delta: jax.Array) -> None:
             head_sums(g, [lambda s: _wide(d, s, row)], [lambda s: _wide(sources, s)], dots)
@@ -284,7 +270,7 @@ def finish_call(
     cost = pl.CostEstimate(
         flops=g.tokens * g.dim * (sites * (4 + 16 * g.heads) + 4),
         bytes_accessed=g.tokens
-        * (g.dim * (2 * (sites + 4 + len(given) // 3) + 1) + 4 * (g.heads * (2 * sites + 3) + 2))
+        * (g.dim * (2 * (sites + 4 + len(given)) + 1) + 4 * (2 * g.heads * sites + 1 + len(given) // 2))
         + 4 * g.dim * (rows + g.cores * sites),
         transcendentals=g.tokens * rows,
     )

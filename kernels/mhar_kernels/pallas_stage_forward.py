@@ -12,10 +12,8 @@ from mhar_kernels.pallas_stage_layout import Geometry, Operand, call, float32
 from mhar_kernels.pallas_stage_math import (
     add_up,
     inverse_rms,
-    load_scaled,
     logits,
     stacked_parts,
-    store_scaled,
     turn_in,
     turn_out,
     when_first,
@@ -28,8 +26,7 @@ _LOWEST = -1e30  # below every logit, and finite: the difference of two of them 
 class Partial(NamedTuple):
     """The part of a block's mixes that comes from the sources before the block; normalised by itself."""
 
-    mix: jax.Array  # [sites, D, T] int16
-    scale: jax.Array  # [sites, heads, T] float32: what one unit of `mix` is
+    mix: jax.Array  # [sites, D, T] float32
     lse: jax.Array  # [sites, heads, T] float32: log Σ exp(logit)
 
 
@@ -57,10 +54,10 @@ def mix_call(geometry: Geometry, buffers: Buffers, queries: jax.Array, block: ra
 
     def kernel(at: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
         sources, r, q = inputs
-        out, out_scale, out_lse = outputs
-        acc, top, total, weights, largest, lhs = scratch
+        out, out_lse = outputs
+        top, total, weights, lhs = scratch
         step = g.tile_index()[1]
-        when_first(step == 0, (acc, total))
+        when_first(step == 0, (out, total))
 
         @pl.when(step == 0)
         def _() -> None:
@@ -84,27 +81,32 @@ def mix_call(geometry: Geometry, buffers: Buffers, queries: jax.Array, block: ra
                 for i in range(count):
                     row = pl.ds(i * g.heads + head, 1)
                     terms = [weights[n, row, :] * value for n, value in enumerate(values)]
-                    acc[i, s, :] = add_up([acc[i, s, :] * weights[chunk, row, :], *terms])
+                    out[i, s, :] = add_up([out[i, s, :] * weights[chunk, row, :], *terms])
 
         g.each_piece(add)
 
         @pl.when(step == steps - 1)
         def _() -> None:
-            by_site = (count, g.heads, g.tile)
-            store_scaled(g, acc, largest, out, out_scale, total[...].reshape(by_site))
-            out_lse[...] = (top[...] + jnp.log(total[...])).reshape(by_site)
+            weights[0] = 1 / total[...]
+
+            def normalise(head: Any, slices: list[Any]) -> None:
+                for i in range(count):
+                    for s in slices:
+                        out[i, s, :] *= weights[0, pl.ds(i * g.heads + head, 1), :]
+
+            g.each_piece(normalise)
+            out_lse[...] = (top[...] + jnp.log(total[...])).reshape(count, g.heads, g.tile)
 
     whole = lambda at, step: 0
     spec = lambda width: g.depth_spec(count, width, whole)
     outputs = [
-        Operand(g.history(count, g.dim, jnp.int16), spec(g.dim)),
-        Operand(g.history(count, g.heads, jnp.float32), spec(g.heads)),
+        Operand(g.history(count, g.dim, jnp.float32), spec(g.dim)),  # in VMEM until the last step: the sums
         Operand(g.history(count, g.heads, jnp.float32), spec(g.heads)),
     ]
     pairs = g.tokens * block.start * count
     cost = pl.CostEstimate(
         flops=pairs * (2 * g.dim + 6 * g.heads * g.dim),  # the mixes, and three passes of logits for all heads
-        bytes_accessed=g.tokens * ((block.start + count) * g.dim * 2 + 4 * block.start + 8 * count * g.heads)
+        bytes_accessed=g.tokens * ((block.start + 2 * count) * g.dim * 2 + 4 * block.start + 4 * count * g.heads)
         + 4 * rows * g.dim,
         transcendentals=pairs * g.heads,
     )
@@ -120,11 +122,9 @@ def mix_call(geometry: Geometry, buffers: Buffers, queries: jax.Array, block: ra
         ],
         outputs,
         [
-            float32(count, g.dim, g.tile),
             float32(rows, g.tile),
             float32(rows, g.tile),
             float32(chunk + 1, rows, g.tile),
-            float32(count, g.heads, g.tile),
             pltpu.VMEM((3 * rows, g.dim), jnp.bfloat16),
         ],
         steps=steps,
@@ -160,7 +160,7 @@ def merge_call(
         rows = [logits(query, sources[n], r[n]) for n in range(position)]
         rows.append(logits(query, sources_out[0], r_out[0]))
         if partial:
-            rows.append(partial[2][0])
+            rows.append(partial[1][0])
         top = rows[0]
         for x in rows[1:]:
             top = jnp.maximum(top, x)
@@ -169,15 +169,13 @@ def merge_call(
         lse_out[0] = top + jnp.log(sums)
         for n, e in enumerate(exponentials):
             weights[n] = e / sums
-        if partial:
-            weights[position + 1] = weights[position + 1] * partial[1][0]
 
         def add(head: Any, slices: list[Any]) -> None:
             for s in slices:
                 values = [sources[n, s, :].astype(jnp.float32) for n in range(position)]
                 values.append(sources_out[0, s, :].astype(jnp.float32))
                 if partial:
-                    values.append(load_scaled(partial[0], 0, s))
+                    values.append(partial[0][0, s, :])
                 mixed[s, :] = add_up([weights[n, pl.ds(head, 1), :] * value for n, value in enumerate(values)])
 
         g.each_piece(add)
@@ -212,7 +210,7 @@ def merge_call(
     cost = pl.CostEstimate(
         flops=g.tokens * g.dim * (2 * (others + 2) + 6 * g.heads * (position + 1)),
         bytes_accessed=g.tokens
-        * (g.dim * (2 * (position + 3 + len(given) // 3) + 1) + 4 * (position + 1 + 3 * g.heads))
+        * (g.dim * (2 * (position + 3 + len(given)) + 1) + 4 * (position + 1 + (1 + len(given) // 2) * g.heads))
         + 4 * g.heads * g.dim,
         transcendentals=g.tokens * g.heads * (others + 2),
     )

@@ -9,8 +9,6 @@ from jax.experimental import pallas as pl
 
 from mhar_kernels.pallas_stage_layout import Geometry, Ref
 
-_LARGEST = 32767.0
-
 
 def parts(x: jax.Array, count: int) -> list[jax.Array]:
     """float32 arrays of bfloat16 numbers whose sum is x: exactly where there are three, to 16 bits where two.
@@ -112,42 +110,6 @@ def head_sums(geometry: Geometry, lefts: Sequence[Any], rights: Sequence[Any], o
                 out[i, n, row, :] = out[i, n, row, :] + total if several else total
 
     geometry.each_piece(add)
-
-
-def store_scaled(geometry: Geometry, rows: Ref, largest: Ref, out: Ref, scale: Ref, divisor: Any = None) -> None:
-    """rows / divisor [count, D, R] as int16 `out` and a float32 `scale` [count, heads, R] of each head and token.
-
-    A number is off by at most 2^-16 of the largest of its head, where bfloat16 would lose up to 2^-9 of itself.
-    divisor: [count, heads, R], or None for one. largest: scratch memory like it.
-    """
-    count = out.shape[0]
-    largest[...] = jnp.zeros(largest.shape, jnp.float32)
-
-    def measure(head: Any, slices: list[Any]) -> None:
-        row = pl.ds(head, 1)
-        for i in range(count):
-            top = [jnp.max(jnp.abs(rows[i, s, :]), axis=0, keepdims=True) for s in slices]
-            for t in top:
-                largest[i, row, :] = jnp.maximum(largest[i, row, :], t)
-
-    geometry.each_piece(measure)
-    unit = largest[...] * (1 / _LARGEST)
-    scale[...] = unit if divisor is None else unit / divisor
-    # Below the smallest normal number the quotient would overflow; such rows are zero.
-    largest[...] = jnp.where(largest[...] > 1e-30, _LARGEST / jnp.maximum(largest[...], 1e-30), 0.0)
-
-    def store(head: Any, slices: list[Any]) -> None:
-        for i in range(count):
-            inverse = largest[i, pl.ds(head, 1), :]
-            for s in slices:
-                out[i, s, :] = jnp.floor(rows[i, s, :] * inverse + 0.5).astype(jnp.int32).astype(jnp.int16)
-
-    geometry.each_piece(store)
-
-
-def load_scaled(out: Ref, i: int, rows: Any) -> jax.Array:
-    """What `store_scaled` stored, in units of its scale."""
-    return out[i, rows, :].astype(jnp.int32).astype(jnp.float32)
 
 
 def turn_in(geometry: Geometry, tokens: Ref, out: Ref, change: Any = lambda rows, features: rows) -> None:

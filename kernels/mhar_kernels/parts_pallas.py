@@ -33,9 +33,7 @@ def forward(call: "Call", sources: tuple[jax.Array, ...], queries: jax.Array) ->
     for group in _groups(sites, _group(like.dtype.name, g.dim, g.num_heads, g.interpret)):
         own = jnp.pad(_by_head(g, queries[group.start : group.stop]), ((n, 0), (0, 0), (0, 0)))
         part = mix_call(g, buffers, own, range(n, n + len(group)), chunk)
-        by_head = part.mix.astype(jnp.float32).reshape(len(group), g.num_heads, g.width, g.tokens)
-        wide = (by_head * part.scale[:, : g.num_heads, None]).reshape(len(group), g.dim, g.tokens)
-        mixes.append(_rows(g, wide, like.shape))
+        mixes.append(_rows(g, part.mix, like.shape))
         lses.append(_rows(g, part.lse[:, : g.num_heads], (*like.shape[:-1], g.num_heads)))
     return jnp.concatenate(mixes), jnp.concatenate(lses)
 
@@ -61,10 +59,8 @@ def backward(
         later = Cotangents(_turned(g, cotangents), jnp.pad(_turned(g, deltas), heads))
         own = jnp.pad(_by_head(g, queries), ((len(group), 0), (0, 0), (0, 0)))
         pulled, d_query = pull_call(g, buffers, later, own, range(len(group)), sites_at_once(size), row=0)
-        by_head = pulled.value.astype(jnp.float32).reshape(len(group), g.num_heads, g.width, g.tokens)
-        value = (by_head * pulled.scale[:, : g.num_heads, None]).reshape(len(group), g.dim, g.tokens)
         factor = buffers.inverse_rms**2 / g.dim * pulled.shared
-        turned = (value - factor * buffers.sources.astype(jnp.float32)).astype(like.dtype)
+        turned = (pulled.value - factor * buffers.sources.astype(jnp.float32)).astype(like.dtype)
         d_sources += jax.lax.unstack(_rows(g, turned, like.shape))
         d_queries += jnp.sum(d_query, axis=0)[:sites]
     return d_sources, d_queries

@@ -5,8 +5,8 @@ Histories are buffers of full depth, taken over from call to call; what is not y
 kernels: `pallas_stage_forward.py`, `pallas_stage_backward.py`.
 
 Logits are made again wherever a source is read: on the matrix unit they cost less than moving them would. What a pass
-over the other blocks leaves for its own block is kept in 16 bits with a scale a head and token, not in bfloat16, so
-that it is rounded to what float32 would be beside the one rounding of the result.
+over the other blocks leaves for its own block is float32: what sources have in common cancels in the gradient of a
+query, and one feature far above the others of its head must not take their digits.
 """
 
 import functools
@@ -51,8 +51,8 @@ def unsupported(dtype: str, dim: int, num_heads: int, block_size: int, *, interp
     if dim % LANES or geometry.width % 16:
         return f"they take a width of whole lane tiles and heads of a multiple of 16, got {dim} and {geometry.width}"
     chunk = sites_at_once(block_size)
-    # Of `pull`, the largest: the block's sources, a chunk of cotangents and the result, twice; sums and temporaries.
-    needed = dim * LANES * (2 * 2 * (2 * block_size + chunk) + (4 + 8) * block_size)
+    # Of `pull`, the largest: the block's sources, a chunk of cotangents and the float32 result, twice; temporaries.
+    needed = dim * LANES * (2 * 2 * (block_size + chunk) + (2 * 4 + 8) * block_size)
     if needed > VMEM_BUDGET:
         return f"a block of {block_size} sources of width {dim} takes {needed // MIB} MiB of VMEM"
     return None

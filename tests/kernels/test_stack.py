@@ -276,9 +276,9 @@ def test_route_and_stack_agree_on_one_site():
     np.testing.assert_array_equal(depth_stack([], [], x, q, num_heads=3), depth_route([x], q[0], num_heads=3))
 
 
-@pytest.mark.exhaustive
-def test_the_depth_of_36_layers():
-    """73 sites against the definition in float64: a scan over sites of a masked history, one compilation for all."""
+@functools.cache
+def depth_of_36_layers():
+    """A stack of 73 sites, and the definition in float64: a scan over sites of a masked history, compiled once."""
     n, heads = 72, 2
     (x, mats, queries, scales), cotangent = random_stack(n, (5,), 16, heads)
 
@@ -298,11 +298,23 @@ def test_the_depth_of_36_layers():
 
         return jax.lax.scan(site, history, (jnp.arange(n + 1), queries, scales))[1][-1]
 
-    out, grads = value_and_grads((x, mats, queries, scales), cotangent, heads=heads)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (x, mats, queries, scales)]
         exact, vjp = jax.vjp(jax.jit(by_site), *wide)
         expected = vjp(jnp.asarray(np.asarray(cotangent, np.float64)))
+    return ((x, mats, queries, scales), cotangent), jax.tree.map(np.asarray, (exact, expected))
+
+
+@pytest.mark.parametrize(
+    "block_size",
+    [
+        *(pytest.param(s, marks=pytest.mark.exhaustive) for s in (1, 8, 73)),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (2, 3)),
+    ],
+)
+def test_the_depth_of_36_layers(block_size):
+    (inputs, cotangent), (exact, expected) = depth_of_36_layers()
+    out, grads = value_and_grads(inputs, cotangent, heads=2, block_size=block_size)
     assert error(out, exact) < 1e-6
     for name, grad, want in zip(NAMES, grads, expected, strict=True):
         assert error(grad, want) < 1e-5, name

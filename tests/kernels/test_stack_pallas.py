@@ -177,7 +177,8 @@ def test_vmap_gives_gradients_per_example():
     mapped = jit(jax.vmap(gradients))(x, cotangent)
     for i in range(3):
         for a, b in zip(mapped, gradients(x[i], cotangent[i]), strict=True):
-            assert error(a[i], b) < 1e-5
+            # The last bit of a float32 sum, compiled otherwise, may tip one of the 8 bits kept of a mix: 2^-16.
+            assert error(a[i], b) < 5e-5
 
 
 @pytest.mark.slow
