@@ -70,7 +70,7 @@ def make_config(values: Mapping[str, Any]) -> Config:
     try:
         return TypeAdapter(Config).validate_python(values)
     except ValidationError as error:
-        raise UserError("; ".join(_sentence(e) for e in error.errors())) from None
+        raise UserError("; ".join(complaint(e) for e in error.errors())) from None
 
 
 def find_file(file: str | pathlib.Path) -> pathlib.Path:
@@ -273,7 +273,8 @@ def _value(text: str, hint: Any, name: str) -> Any:
         raise UserError(f"config field {name} cannot be read from {text!r}") from None
 
 
-def _sentence(error: Any) -> str:
+def complaint(error: Any) -> str:
+    """One of the errors of a pydantic `ValidationError`, as a user reads it."""
     name = ".".join(str(part) for part in error["loc"])
     if error["type"] == "value_error":  # our own checks name their fields
         return f"{name + ': ' if name else ''}{error['ctx']['error']}"

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from mhar_jax.config.load import complaint
 from mhar_jax.config.schema import DELTA_VARIANTS, ModelConfig, RopeScaling
 from mhar_jax.errors import UserError
 
@@ -230,5 +231,4 @@ def first_complaint(error: ValueError) -> str:
     errors = getattr(error, "errors", None)
     if errors is None:
         return str(error)
-    first = errors()[0]
-    return ".".join([*map(str, first["loc"]), first["msg"]])
+    return complaint(errors()[0])
