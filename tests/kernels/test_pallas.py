@@ -170,9 +170,9 @@ def test_bfloat16_is_as_accurate_as_xla(dim, heads, sweeps):
     mix = (case.out - np.asarray(case.inputs["residual"], np.float64)) / 0.7
     terms = np.linalg.norm(np.asarray(case.cotangent, np.float64) * mix)
     for name, grad in ours[2].items():
-        # Where both are at float32's rounding, either may be the smaller. d_gate is one sum of mixed signs, smaller than
-        # its terms together, whose roundings, four of each, add up as a random walk.
-        slack = 2.0**-22 * terms / abs(float(case.grads["gate"])) if name == "gate" else 1e-6
+        # Where both are at float32's rounding, either may be the smaller. d_gate is one sum of mixed signs, smaller
+        # than its terms together, whose roundings, eight of each, add up as a random walk.
+        slack = 2.0**-21 * terms / abs(float(case.grads["gate"])) if name == "gate" else 1e-6
         assert error(grad, case.grads[name]) <= 1.01 * error(theirs[2][name], case.grads[name]) + slack, name
 
 
