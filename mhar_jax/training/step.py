@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from mhar_jax.config.schema import Config
 from mhar_jax.models import Decoder, RoutingSummary, build_model, loss_and_summary
-from mhar_jax.sharding import BATCH, state_shardings
+from mhar_jax.sharding import BATCH, constrain, state_shardings
 from mhar_jax.training.optimizer import as_float32, make_optimizer, make_schedule
 
 State = dict[str, Any]  # step, params, optimizer, rng and, with optimizer.ema, ema (float32)
@@ -142,16 +142,28 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         micro = config.optimizer.accumulate
         if micro == 1:
             return as_float32(gradient(params, tokens))
-        # Micro-batch a takes rows a, a + micro, ...: each device keeps its own rows.
-        parts = jnp.swapaxes(tokens.reshape(-1, micro, tokens.shape[1]), 0, 1)
 
-        def add(total, part):
-            part = jax.lax.with_sharding_constraint(part, by_rows)
-            return jax.tree.map(jnp.add, total, as_float32(gradient(params, part))), None
+        def summed(params: Any, tokens: jax.Array) -> Any:
+            # Micro-batch a takes rows a, a + micro, ...: each device keeps its own rows.
+            parts = jnp.swapaxes(tokens.reshape(-1, micro, tokens.shape[1]), 0, 1)
 
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), jax.eval_shape(gradient, params, parts[0]))
-        total, _ = jax.lax.scan(add, zeros, parts)
-        return jax.tree.map(lambda x: x / micro, total)
+            def add(total, part):
+                return jax.tree.map(jnp.add, total, as_float32(gradient(params, constrain(part, "batch", None)))), None
+
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), jax.eval_shape(gradient, params, parts[0]))
+            return jax.lax.scan(add, zeros, parts)[0]
+
+        ways = mesh.shape["data"]
+        if ways == mesh.size > 1:
+            # Every device has all parameters: it adds up its own gradients, which are exchanged once a step. The
+            # partitioner would exchange those of every micro-batch.
+            own = lambda params, tokens: jax.lax.psum(summed(params, tokens), "data")
+            replicated = jax.sharding.PartitionSpec()
+            total = jax.shard_map(own, in_specs=(replicated, BATCH), out_specs=replicated, check_vma=False)(
+                params, tokens
+            )
+            return jax.tree.map(lambda x: x / (micro * ways), total)
+        return jax.tree.map(lambda x: x / micro, summed(params, tokens))
 
     def step(state: State, tokens: jax.Array) -> tuple[State, dict[str, jax.Array]]:
         grads, metrics = gradients(state["params"], tokens)

@@ -62,6 +62,19 @@ def test_mhar_on_a_mixed_mesh(tools):
     check(tools, "mhar", [(2, 2, 2)])
 
 
+def test_gradients_of_whole_replicas_are_exchanged_once_a_step(tools):
+    check(tools, "mhar", [(8, 1, 1)])
+    config = tools.config(model={"variant": "mhar"}, optimizer={"accumulate": 2, "clip_norm": None}, batch_size=16)
+    trainer = tools.trainer(config, (8, 1, 1))
+    text = trainer.step.lower(trainer.shapes, trainer.batch).compile().as_text()
+    assert "all-reduce" in text
+    bodies = set(re.findall(r"body=%?([\w.-]+)", text))
+    assert bodies, "micro-batches are a loop"
+    for computation in re.split(r"\n(?=%|ENTRY)", text):
+        if (name := re.match(r"%?([\w.-]+)", computation)) and name[1] in bodies:
+            assert "all-reduce" not in computation, "exchanged for every micro-batch"
+
+
 def test_sequences_are_split(tools):
     check(tools, "mhar", [(1, 2, 2, 2)], seq_len=28)
 
