@@ -1,4 +1,4 @@
-"""One routing site: several calls on different inputs in one program, so that neither cache nor launches count."""
+"""One routing site: several calls on different inputs in one program: no cache helps, and launches can overlap."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
