@@ -232,12 +232,20 @@ def query(shape: Shape, sources: Any, keys: Any, sites: range) -> jax.Array:
             "K1": first,
             "K2": second,
             "PARTS": parts,
+            "TB": _query_tokens(first + second, warps),
             "STAGES": _STAGES["query"],
         },
         (shape.num_heads * parts, tiles, chunks),
         warps=warps,
     )
     return jnp.sum(partial, axis=0)
+
+
+def _query_tokens(features: int, warps: int) -> int:
+    """TB: as many tokens a product as registers hold, and as three steps leave within 99 KiB of shared memory."""
+    if not 64 <= features <= 160:
+        return 16
+    return 64 if warps >= 4 else 32
 
 
 def unused(dtype) -> jax.Array:

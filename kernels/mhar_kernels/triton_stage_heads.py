@@ -6,7 +6,7 @@ the 16 rows of a product with two tokens, which share the queries. A head's K fe
 160 = 128 + 32.
 
 16-bit numbers are exact on the matrix unit. float32 factors are split into two of them where a single rounding would
-show in the result: queries that make logits, and the weights of a mix.
+show in the result: queries that make logits, weights, and `dl r`.
 
 Rows are 16-bit numbers. Buffers indexed by a token come token first, so that what one program wants of all sites lies
 together. In-place buffers are outputs that alias an input, named `unused_*` here.
@@ -228,7 +228,9 @@ def pull_kernel(
             d = _load_chunks(row, exists[:, None] & (own < tokens), K, K1, K2, C1, C)
             dot = _products(v, d, tl.zeros((16, 16), tl.float32), C)
             dots = tl.where((which == u)[:, None], dot, dots)
-            acc = _add_rows(acc, tl.where((which == u)[:, None], p, 0.0).to(qh[0].dtype), d, C)
+            ph, pl = _split(tl.where((which == u)[:, None], p, 0.0), qh[0])
+            acc = _add_rows(acc, ph, d, C)
+            acc = _add_rows(acc, pl, d, C)
         dl = p * (dots - tl.load(deltas + at, mask=both, other=0.0))
         shared += tl.sum(dl * logit, axis=1)
         key = dl * r
@@ -260,10 +262,12 @@ def query_kernel(
     K1: tl.constexpr,
     K2: tl.constexpr,
     PARTS: tl.constexpr,
+    TB: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Part of a head, tokens and sites a program: the sum over its tokens and all sources of (dl r) s.
 
+    A step is TB tokens of one source, so that none of a product is lost on sources that there are not.
     dl adds up to 0 over sources, so that what they have in common cancels: were dl r rounded to 16 bits, it would not.
     """
     h = tl.program_id(0) // PARTS
@@ -271,26 +275,27 @@ def query_kernel(
     first = tl.program_id(2) * chunk
     count = tl.minimum(chunk, tokens - first)
     i = begin + tl.program_id(1) * MS + tl.arange(0, MS)
-    j = tl.arange(0, 16)
     stride = tl.cast(tokens, tl.int64) * D
     k1 = offset + tl.arange(0, K1)[None, :]
     k2 = offset + K1 + tl.arange(0, 16 if K2 == 0 else K2)[None, :]
     acc1 = tl.zeros((MS, K1), tl.float32)
     if K2 > 0:
         acc2 = tl.zeros((MS, K2), tl.float32)
-    steps = (tl.minimum(number, begin + (tl.program_id(1) + 1) * MS) + 15) // 16  # a site has no later sources
-    for u in tl.range(0, count * steps, num_stages=STAGES):
-        t = (first + u // steps).to(tl.int64)
-        n = (u % steps) * 16 + j
-        exists = n < number
-        read = exists[:, None] & (i[None, :] >= n[:, None]) & (i[None, :] < end)
-        row = sources + n.to(tl.int64)[:, None] * stride + t * D + h * K
-        v1 = tl.load(row + k1, mask=exists[:, None] & (k1 < K), other=0.0)
-        key = tl.load(keys + ((t * H + h) * number + n)[:, None] * NP + i[None, :], mask=read, other=0.0)
+    steps = (count + TB - 1) // TB
+    behind = tl.minimum(number, begin + (tl.program_id(1) + 1) * MS)  # a site has no later sources
+    for u in tl.range(0, behind * steps, num_stages=STAGES):
+        n = u // steps
+        j = u % steps * TB + tl.arange(0, TB)
+        exists = (j < count)[:, None]
+        read = exists & ((i >= n) & (i < end))[None, :]
+        t = (first + j).to(tl.int64)[:, None]
+        row = sources + n.to(tl.int64) * stride + t * D + h * K
+        v1 = tl.load(row + k1, mask=exists & (k1 < K), other=0.0)
+        key = tl.load(keys + ((t * H + h) * number + n) * NP + i[None, :], mask=read, other=0.0)
         high, low = _split(tl.trans(key), v1)
         acc1 = tl.dot(low, v1, tl.dot(high, v1, acc1))
         if K2 > 0:
-            v2 = tl.load(row + k2, mask=exists[:, None] & (k2 < K), other=0.0)
+            v2 = tl.load(row + k2, mask=exists & (k2 < K), other=0.0)
             acc2 = tl.dot(low, v2, tl.dot(high, v2, acc2))
     out = partial + (tl.program_id(2).to(tl.int64) * (end - begin) + i - begin)[:, None] * D + h * K
     tl.store(out + k1, acc1, mask=(i < end)[:, None] & (k1 < K))

@@ -231,7 +231,7 @@ def finish_kernel(
     v = _load_row(sources + site * stride + t * D, H, K, HB, L, C)
     d_out = _load_row(cotangent + t * D, H, K, HB, L, C)
     near = _load_row(read + t * D, H, K, HB, L, C)
-    lost = _load_row(rest + t * D, H, K, HB, L, C)
+    lost = _load_row(rest + t * D, H, K, HB, L, C, tl.int8)
     q = _load_row(queries + site * D, H, K, HB, L, C)
     r = tl.load(inverse_rms + t * NP + site)
     own_logit = tl.load(own + site * (S * H), mask=exists, other=0.0)
