@@ -7,6 +7,7 @@ clipping), tokens/s at the same batch a GPU, and the routed model's share of add
 import argparse
 import dataclasses
 import json
+import pathlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ MESHES["context=2"] = MeshConfig(data=1, context=2)
 
 def trainer_of(options: Any, mesh: str, variant: str, rows: int) -> Any:
     """Programs for a mesh, without a tokenizer or data."""
-    fields = [*options.set, f"model.variant={variant}", f"batch_size={rows}", "optimizer.accumulate=1"]
+    fields = [*options.set, f"model.variant={variant}", f"batch_size={rows * options.accumulate}"]
+    fields += [f"optimizer.accumulate={options.accumulate}"]
     config = load_config(options.preset, [*fields, "optimizer.clip_norm=none", "optimizer.warmup_steps=0"])
     config = dataclasses.replace(config, mesh=MESHES[mesh])
     return make_trainer(config, make_mesh(config.mesh, jax.devices()[: 1 if mesh == "one" else 2]))
@@ -40,7 +42,7 @@ def batch_of(trainer: Any) -> jax.Array:
     return jax.device_put(draw, trainer.batch.sharding)
 
 
-Key = tuple[str, str, int]  # mesh, variant, rows of the global batch
+Key = tuple[str, str, int]  # mesh, variant, rows of the global micro-batch
 
 
 class Programs:
@@ -81,11 +83,12 @@ def tokens_per_second(programs: Programs, mesh: str, variant: str) -> float:
         jax.block_until_ready(metrics)
         if window:
             seconds.append((time.perf_counter() - begin) / options.steps)
-    return rows * programs.trainers[mesh, variant, rows].config.seq_len / statistics.median(seconds)
+    config = programs.trainers[mesh, variant, rows].config
+    return config.batch_size * config.seq_len / statistics.median(seconds)
 
 
 def rows_of(options: Any, mesh: str) -> int:
-    """Sequences of a global batch, with the same number a GPU."""
+    """Sequences of a global micro-batch, with the same number a GPU."""
     return options.rows * (1 if mesh == "one" else 2)
 
 
@@ -93,11 +96,13 @@ def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", default="mhar_1b")
-    parser.add_argument("--rows", type=int, default=2, help="sequences a GPU")
+    parser.add_argument("--rows", type=int, default=2, help="sequences of a micro-batch, a GPU")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--meshes", default="fsdp=2,data=2", help=f"of {', '.join(list(MESHES)[1:])}")
     parser.add_argument("--threads", type=int, default=4, help="programs compiled at once")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--windows", type=int, default=5)
+    parser.add_argument("--out", type=pathlib.Path, help="where to write what was found, as JSON")
     parser.add_argument("--set", action="append", default=[], help="override of a config field, repeatable")
     options = parser.parse_args()
     print(f"{jax.device_count()} x {jax.devices()[0].device_kind}, jax {jax.__version__}")
@@ -125,7 +130,11 @@ def main() -> None:
             f"{mesh:7} additive {additive:9.0f} mhar {mhar:9.0f} tokens/s, ratio {mhar / additive:.3f}, "
             f"{scale['mhar']:.2f} x one GPU (additive {scale['additive']:.2f})"
         )
-    print(json.dumps(found))
+    if options.out:
+        given = {k: v for k, v in vars(options).items() if k != "out"}
+        there = {"device": jax.devices()[0].device_kind, "devices": jax.device_count(), "jax": jax.__version__}
+        document = {"date": time.strftime("%Y-%m-%d"), "environment": there, "options": given, "found": found}
+        options.out.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":
