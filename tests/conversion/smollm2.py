@@ -7,8 +7,8 @@
         # PROSE.txt: paragraphs with blank lines between, one source behind the other; PROSE.log: a line a source, with
         # its name, megabytes and number of paragraphs, and tabs between. Writes DIR/part-0, part-1, ...: all that
         # `pairs` needs as a tar archive, in pieces of at most 38 MB
-    cat DIR/part-* | tar -x; python tests/conversion/smollm2.py pairs OUT.json --minutes 8
-        # plain continued training, then delta_block with 1 and with 3 heads, each for the config's steps or as many as
+    cat DIR/part-* | tar -x; python tests/conversion/smollm2.py pairs OUT.json --minutes 8 --set steps=500
+        # plain continued training, then delta_block with 1 and with 3 heads, each for the given steps or as many as
         # fit, on the same batches; needs neither Orbax nor Grain
 
 `pairs` holds out a whole source (the Brown corpus): paragraphs of one source are too much alike.
@@ -128,7 +128,7 @@ def pairs(out: pathlib.Path, data: pathlib.Path, minutes: float, overrides: list
 
     begun = time.monotonic()
     say = lambda text: print(f"{time.monotonic() - begun:6.1f} s  {text}", flush=True)
-    base = load_config("midtrain_smollm2", [f"--init_from={data / 'model.gguf'}", *overrides])
+    base = load_config("midtrain_smollm2", [f"init_from={data / 'model.gguf'}", *overrides])
     mesh = make_mesh(base.mesh)
     train, held_out = token_windows(data, base.seq_len)
     batch = base.batch_size
@@ -253,7 +253,7 @@ if __name__ == "__main__":
     p.add_argument("out", type=pathlib.Path)
     p.add_argument("--data", type=pathlib.Path, default=pathlib.Path("smollm2"), help="what the archive holds")
     p.add_argument("--minutes", type=float, default=8.0, help="for everything, compiling included")
-    p.add_argument("overrides", nargs="*", help="of the config, behind a --: as -- --steps=200")
+    p.add_argument("--set", dest="overrides", metavar="F=V", action="append", default=[], help="override of the config")
     options = vars(parser.parse_args())
     chosen = options.pop("command")
     {"check": check, "bundle": bundle, "pairs": pairs}[chosen](**options)
