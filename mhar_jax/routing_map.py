@@ -39,7 +39,7 @@ def measure(trainer: Trainer, params: Any, tokens: jax.Array) -> tuple[dict[str,
     )
 
 
-def picture(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> MapFile:
+def picture_of(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> MapFile:
     """One panel a head: a row for each site, a column for each source, darker where it reads more.
 
     The scale ends at the largest weight of a site that has a choice: a site with one source is at 1 by definition.
@@ -116,4 +116,4 @@ class RoutingPictures:
             routing, self._newest = self._newest, None
         if routing is None:
             return
-        drawer().draw(picture(self._config, routing, self._path))
+        drawer().draw(picture_of(self._config, routing, self._path))
