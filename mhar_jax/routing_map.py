@@ -10,8 +10,9 @@ import jax
 import numpy as np
 
 from mhar_jax.config.schema import ModelConfig
-from mhar_jax.errors import UserError, writing
-from mhar_jax.inspect.maps import Panel, draw_maps, strongest
+from mhar_jax.errors import UserError
+from mhar_jax.inspect.drawing import MapFile, drawer
+from mhar_jax.inspect.maps import Panel, strongest
 from mhar_jax.inspect.walk import column_labels
 from mhar_jax.models.sites import site_labels, source_labels
 from mhar_jax.training.step import Trainer
@@ -38,21 +39,19 @@ def measure(trainer: Trainer, params: Any, tokens: jax.Array) -> tuple[dict[str,
     )
 
 
-def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
-    """Writes a picture, one panel a head: a row for each site, a column for each source, darker where it reads more.
+def picture_of(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> MapFile:
+    """One panel a head: a row for each site, a column for each source, darker where it reads more.
 
     The scale ends at the largest weight of a site that has a choice: a site with one source is at 1 by definition.
-    The file is replaced whole, so a viewer never sees half of it.
-
-    Raises:
-      UserError: the file cannot be written.
     """
     heads = routing.weights.shape[2]
     counts = np.array([len(labels) for labels in source_labels(config)])
     title = lambda head: f"head {head + 1}" if heads > 1 else ""
-    figure = draw_maps(
-        [Panel(title(h), routing.weights[:, :, h], site_labels(config)) for h in range(heads)],
-        column_labels(config),
+    return MapFile(
+        path=path,
+        what="the routing map",
+        panels=[Panel(title(h), routing.weights[:, :, h], site_labels(config)) for h in range(heads)],
+        columns=column_labels(config),
         title="Where each head of each site reads" if heads > 1 else "Where each site reads",
         caption=f"{config.variant}: mean depth weight over {routing.tokens:,} held-out tokens; each row sums to 1. "
         f"Grey: no such source. Entropy {routing.entropy:.2f} of uniform, weight on the newest source "
@@ -60,17 +59,13 @@ def draw(config: ModelConfig, routing: RoutingMap, path: pathlib.Path) -> None:
         label="mean depth weight",
         limit=strongest(routing.weights, counts > 1),
     )
-    aside = path.with_name(f".{path.name}")  # the same suffix: it decides the format
-    with writing("the routing map", path):
-        figure.savefig(aside, metadata={"Software": None})
-        aside.replace(path)
 
 
 class RoutingPictures:
-    """Draws the newest map into one file, in a thread of its own, while the devices go on training.
+    """Has the newest map drawn into one file by another process, while the devices go on training.
 
-    Drawing takes a good part of a second of a processor. A map that comes while the one before is being drawn waits,
-    and takes the place of one that is waiting already. A context manager that waits for the last picture.
+    A map that comes while the one before is being drawn waits, and takes the place of one that is waiting already. A
+    context manager that waits for the last picture.
     """
 
     def __init__(self, config: ModelConfig, path: pathlib.Path):
@@ -121,4 +116,4 @@ class RoutingPictures:
             routing, self._newest = self._newest, None
         if routing is None:
             return
-        draw(self._config, routing, self._path)
+        drawer().draw(picture_of(self._config, routing, self._path))

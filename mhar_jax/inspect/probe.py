@@ -23,7 +23,7 @@ import numpy as np
 from mhar_jax.errors import UserError
 from mhar_jax.inspect.statistics import finite_mean
 from mhar_jax.inspect.text import Windows
-from mhar_jax.inspect.walk import HIGHEST, SiteInput, Walk, inverse_rms, stack_sources, support
+from mhar_jax.inspect.walk import HIGHEST, SiteInput, Walk, inverse_rms, quick_jit, stack_sources, support
 
 LAYOUTS = ("contiguous", "interleaved")
 
@@ -213,7 +213,7 @@ def _subset(count: int, wanted: int, padded: int) -> jax.Array:
     return jnp.asarray(chosen)
 
 
-@functools.partial(jax.jit, static_argnames="eps")
+@functools.partial(quick_jit, static_argnames="eps")
 def _probe_site(
     given: SiteInput, queries: jax.Array, masks: jax.Array, subset: jax.Array, counts: jax.Array, *, eps: float
 ) -> dict[str, jax.Array]:
@@ -246,7 +246,7 @@ def _cosine(given: SiteInput, counts: jax.Array) -> jax.Array:
 
     The sum of all pairs of unit vectors is |sum of them|² minus their number.
     """
-    s = jnp.stack(given.sources).astype(jnp.float32)
+    s = given.sources.astype(jnp.float32)
     real = given.present - (given.null_source is not None)
     norm = jnp.linalg.norm(s, axis=-1, keepdims=True)
     unit = jnp.where(norm > 0, s / jnp.where(norm > 0, norm, 1), 0)  # padding is 0

@@ -33,6 +33,10 @@ from mhar_jax.models.sites import (
 from mhar_jax.models.sublayers import TokenContext, attention_sublayer, mlp_sublayer, rms_norm
 
 HIGHEST = jax.lax.Precision.HIGHEST
+# On GPUs, XLA compiles and times dozens of kernels of its own for every matrix product that it has not met. These
+# programs run for seconds, so that they take cuBLAS's at once. Elsewhere the option is without effect.
+QUICKLY_COMPILED = {"xla_gpu_enable_triton_gemm": False}
+quick_jit = functools.partial(jax.jit, compiler_options=QUICKLY_COMPILED)
 
 
 class Edit(NamedTuple):
@@ -50,7 +54,7 @@ class SiteInput(NamedTuple):
     norm_scale: jax.Array  # float32 [D]
     null_source: jax.Array | None  # [D]
     gate: jax.Array | None  # scalar
-    sources: tuple[jax.Array, ...]  # [B, T, D] each, without the null source, padded with zeros
+    sources: jax.Array  # [N, B, T, D], without the null source, padded with zeros
     present: np.int32  # how many of [null, *sources] are real
 
 
@@ -86,13 +90,15 @@ class Walk:
         self._params = [p.arrays() for layer in model.layers for p in (layer.attention, layer.mlp)]
         self._flow = make_flow(config)
         self._sublayers = (
-            jax.jit(lambda p, h, context: attention_sublayer(p, h, context, config)),
-            jax.jit(lambda p, h, context: mlp_sublayer(p, h, config)),
+            quick_jit(lambda p, h, context: attention_sublayer(p, h, context, config)),
+            quick_jit(lambda p, h, context: mlp_sublayer(p, h, config)),
         )
-        self._read = jax.jit(
+        # Stacked by a program of its own: fused into what reads them, dozens of arrays are long to compile on GPUs.
+        self._stack = quick_jit(lambda *sources: jnp.stack(sources))
+        self._read = quick_jit(
             functools.partial(_read_site, eps=config.norm_eps), static_argnames=("grouped", "with_weights")
         )
-        self._finish = jax.jit(self._row_losses)
+        self._finish = quick_jit(self._row_losses)
         self._zeros: dict[Any, jax.Array] = {}
         self._queries = [self._expand(i) for i in range(len(self.shapes))]
         self._unedited = [self.no_edit(i) for i in range(len(self.shapes))]
@@ -201,7 +207,8 @@ class Walk:
         if key not in self._zeros:  # made once: thousands of ablations read thousands of sites
             self._zeros = {key: jnp.zeros(*key)}
         padded = (*sources, *([self._zeros[key]] * (self.max_sources - real)))
-        return SiteInput(self._queries[site], row.norm_scale, row.null_source, row.gate, padded, np.int32(real))
+        stacked = self._stack(*padded)
+        return SiteInput(self._queries[site], row.norm_scale, row.null_source, row.gate, stacked, np.int32(real))
 
     def _expand(self, site: int) -> jax.Array:
         query = jnp.asarray(self.rows[site].query, jnp.float32)
@@ -238,11 +245,9 @@ def support(config: ModelConfig, site: int) -> np.ndarray:
 
 def stack_sources(given: SiteInput) -> jax.Array:
     """[N, B, T, D] float32, the null source first, padding behind; traceable."""
-    s = jnp.stack(given.sources).astype(jnp.float32) if given.sources else None
+    s = given.sources.astype(jnp.float32)
     if given.null_source is None:
-        assert s is not None
         return s
-    assert s is not None  # every site reads the embedding
     null = jnp.broadcast_to(given.null_source.astype(jnp.float32), (1, *s.shape[1:]))
     return jnp.concatenate([null, s])
 
@@ -272,4 +277,4 @@ def _read_site(
         mix = given.gate.astype(jnp.float32) * mix
     if residual is not None:
         mix = residual.astype(jnp.float32) + mix
-    return mix.astype(given.sources[0].dtype), weights if with_weights else None
+    return mix.astype(given.sources.dtype), weights if with_weights else None

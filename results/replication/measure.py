@@ -5,6 +5,7 @@
 Ends with 3 where a signal stopped the training; the same command continues it.
 """
 
+import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
@@ -64,9 +65,8 @@ def measure(name: str, run_dir: pathlib.Path, commit: str | None, seconds: float
         "memory_peak_bytes": max(
             (line["memory_peak_bytes"] for line in train if "memory_peak_bytes" in line), default=None
         ),
-        "wall_s": round(
-            seconds, 1
-        ),  # of all processes that worked on it: starts, compilation, evaluations and saves too
+        # Of all processes that trained it: starts, compilation, evaluations and saves too.
+        "wall_s": round(seconds, 1),
     }
 
 
@@ -201,13 +201,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.CRITICAL)
     prefer_present_hardware()  # before JAX looks for devices
     from mhar_jax.evaluation.runs import read_run
+    from mhar_jax.training.compiling import watch_compiling
     from mhar_jax.training.loop import train
 
     config = planned(name).config([*overrides, f"run_dir={run_dir}"])
     run_dir.mkdir(parents=True, exist_ok=True)
     diverged = None
     try:
-        train(config)
+        with watch_compiling() as compiling:
+            train(config)
         if read_run(run_dir).evaluations[-1].step != config.steps:
             return 3
     except UserError as error:
@@ -218,7 +220,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         total = _spent(run_dir, time.monotonic() - began)
     result = measure(name, run_dir, commit, total)
     result["diverged"] = diverged
-    result["weights"] = {} if diverged else weights(run_dir, config)
+    began = time.monotonic()
+    with watch_compiling() as compiling_weights:
+        result["weights"] = {} if diverged else weights(run_dir, config)
+    result["weights_s"] = round(time.monotonic() - began, 1)  # beside wall_s
+    compiled = {"training": compiling, "weights": compiling_weights}
+    result["compiling"] = {name: short(dataclasses.asdict(found), 3) for name, found in compiled.items()}
     aside = pathlib.Path(f"{out}.tmp")
     aside.write_text(json.dumps(result, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
     aside.replace(out)

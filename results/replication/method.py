@@ -79,7 +79,7 @@ def _machine(results: "dict[str, Result]") -> str:
         counted["dates"][v["date"]] += 1
         counted["commits"][str(v["commit"])] += 1
     said = lambda name: "; ".join(f"{value} ({n} runs)" for value, n in sorted(counted[name].items()))
-    hours = sum(r.values["wall_s"] for r in results.values()) / 3600
+    hours = sum(r.values["wall_s"] + r.values.get("weights_s", 0) for r in results.values()) / 3600
     return (
         f"**Machine.** One GPU a run: {said('hardware')}. Versions: {said('versions')}. Dates: {said('dates')}. "
         f"Commits: {said('commits')}. All runs together: {hours:.1f} GPU hours, starts and compilation included."

@@ -19,12 +19,16 @@ HEADS = (2, 8, 16)  # beside 1 and 4, which the main table has
 PILOTS = (("additive", "2e-3"), ("mhar", "2e-3"), ("additive", "1e-3"), ("additive", "4e-3"))
 PILOT_STEPS = 1600  # of a quarter of the tokens, on a schedule of their own
 
-# For planning only: a rough rate of useful arithmetic on one H200 (FLOP/s) by width, how much longer a step of a
-# variant takes than the baseline's, and seconds to start, compile, evaluate, save and measure.
-_RATE = {512: 215e12, 768: 270e12}
-_LONGER = {"additive": 1.0, "hyper_connections": 1.6, "attention_residuals": 1.2, "mhar": 1.2, "block_mhar": 1.3}
+# For planning only. Tokens a second of a variant that no run has measured yet: the baseline's rate of useful arithmetic
+# on one H200 (FLOP/s; measured at width 512, a guess at 768) and how much longer a step takes than the baseline's
+# (measured for mhar, guesses for the others).
+_RATE = {512: 308e12, 768: 340e12}
+_LONGER = {"additive": 1.0, "hyper_connections": 1.4, "attention_residuals": 1.1, "mhar": 1.1, "block_mhar": 1.2}
 _LONGER |= {"mhar_headwise": 1.6}
-OVERHEAD = 60.0
+_FORWARD = 1 / 3  # of a step's time, for as many tokens
+_START = 30.0  # seconds to start, read the programs of another run, save, and hash the batches: measured, `additive`
+_COMPILE = 30.0  # seconds more where programs are compiled: measured, `mhar`; also where another run has left them
+_WEIGHTS = 25.0  # seconds for the probe and the routing map: a guess
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +52,27 @@ class Planned:
         peak = self.rate * config.optimizer.peak_lr
         return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, peak_lr=peak))
 
-    def seconds(self) -> float:
-        """About how long it takes on one H200; a guess until runs have been measured."""
-        config = self.config(["model.vocab_size=49152"])
-        flops = train_flops_per_token(dataclasses.replace(config.model, variant="additive"), config.seq_len)
-        tokens = config.steps * config.batch_size * config.seq_len
-        return OVERHEAD + tokens * flops / _RATE[self.width] * _LONGER[self.variant]
+    @property
+    def overhead(self) -> float:
+        """Seconds to start, compile, save and measure the weights, whatever the number of steps."""
+        if self.variant == "additive":
+            return _START
+        return _START + _COMPILE + (0 if self.variant == "hyper_connections" else _WEIGHTS)
+
+    def seconds(self, extra: Sequence[str] = (), tokens_per_s: float | None = None) -> float:
+        """About how long it takes on one H200.
+
+        Args:
+          extra: overrides for all runs.
+          tokens_per_s: of training, as a like run has measured it; None: a guess from the baseline's.
+        """
+        config = self.config(["model.vocab_size=49152", *extra])
+        if tokens_per_s is None:
+            flops = train_flops_per_token(dataclasses.replace(config.model, variant="additive"), config.seq_len)
+            tokens_per_s = _RATE[self.width] / flops / _LONGER[self.variant]
+        evaluations = 1 + config.steps // config.eval.every
+        batches = config.steps + _FORWARD * evaluations * config.eval.batches
+        return self.overhead + batches * config.batch_size * config.seq_len / tokens_per_s
 
 
 def _main(width: int, seed: int) -> list[Planned]:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 
 from mhar_jax.config.load import make_config
 from mhar_jax.errors import UserError, command
-from results.replication.plan import OVERHEAD, Planned, comparable, plan
+from results.replication.plan import Planned, comparable, plan
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 RUNS = pathlib.Path(__file__).parent / "runs"  # the committed results
@@ -63,17 +63,17 @@ def result_of(run: Planned, options: Options) -> pathlib.Path | None:
 
 
 def expected(run: Planned, options: Options) -> float:
-    """Seconds that what is left of a run takes: as long as a like one took, where there is one, else a guess."""
-    total = run.seconds()
-    steps = run.config(options.overrides).steps
-    for directory in (options.out, options.work / "done", RUNS):
-        for file in sorted(directory.glob(f"d{run.width}-{run.variant}-*.json")):
-            like = json.loads(file.read_text(encoding="utf-8"))
-            total = OVERHEAD + max(0.0, like["wall_s"] - OVERHEAD) * steps / like["config"]["steps"]
+    """Seconds that what is left of a run takes: at the speed of a like one, where there is one, else a guess."""
+    speed = None
+    for directory in (RUNS, options.work / "done", options.out):
+        for file in sorted(directory.glob(f"d{run.width}-{run.variant}-*.json")):  # pilots come before whole runs
+            measured = json.loads(file.read_text(encoding="utf-8"))["tokens_per_s"]
+            speed = measured["median"] if measured else speed
     metrics = options.work / run.name / "metrics.jsonl"
     lines = metrics.read_text(encoding="utf-8", errors="replace").splitlines() if metrics.is_file() else []
     done = max((int(m[1]) for line in lines if (m := re.match(r'{"step": (\d+)', line))), default=0)
-    return OVERHEAD + (total - OVERHEAD) * (1 - done / steps)
+    left = 1 - done / run.config(options.overrides).steps
+    return run.overhead + (run.seconds(options.overrides, speed) - run.overhead) * left
 
 
 def run_all(runs: Sequence[Planned], options: Options, *, say: Callable[[str], None] = print) -> int:
@@ -136,6 +136,7 @@ def _start(run: Planned, device: str | None, options: Options) -> subprocess.Pop
     )
     # Runs of one shape and variant have the same programs whatever their seed.
     environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(options.work / "compiled"))
+    environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")  # small ones are many
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = device
     arguments = [sys.executable, "-m", "results.replication.measure", run.name, str(run_dir)]

@@ -102,7 +102,7 @@ def test_a_hand_built_query_has_its_known_disagreement(size):
     sources = np.zeros((2, 1, 3, 4), np.float32)
     sources[0, ..., 0] = sources[1, ..., 2] = 2
     query = jnp.asarray([[[size, 0, size, 0]]], jnp.float32)
-    given = SiteInput(query[0], jnp.ones(4), None, None, tuple(jnp.asarray(sources)), np.int32(2))
+    given = SiteInput(query[0], jnp.ones(4), None, None, jnp.asarray(sources), np.int32(2))
     counts, everything = jnp.ones((1, 3), bool), jnp.ones(2, bool)
     one_head = np.ones((1, 4), bool)
     p = 1 / (1 + math.exp(-2 * size))

@@ -10,6 +10,7 @@ import pytest
 from inspect_helpers import TOKENS, WINDOWS, known
 from matplotlib.figure import Figure
 
+from mhar_jax.inspect import drawing
 from mhar_jax.inspect.__main__ import arguments_parser, main
 from mhar_jax.inspect.ablation import Ablation
 from mhar_jax.inspect.figures import Results, pictures
@@ -17,7 +18,7 @@ from mhar_jax.inspect.maps import Panel, draw_maps, save
 from mhar_jax.inspect.probe import probe
 from mhar_jax.inspect.report import as_dict, make_out_dir, view_tokens, write_report
 from mhar_jax.inspect.statistics import Routing, measure_routing
-from mhar_jax.routing_map import RoutingMap, RoutingPictures
+from mhar_jax.routing_map import RoutingMap, RoutingPictures, picture_of
 
 HF = "tests/fixtures/hf"
 
@@ -215,6 +216,43 @@ def test_training_pictures_are_drawn_aside_and_the_last_one_stays(tmp_path):
     again.submit(RoutingMap(weights, 0.1, 0.2, 512))
     again.finish()
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "routing.png").read_bytes()
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """This process cannot draw; what it is asked to is noted."""
+    asked = []
+
+    def refuse(*args, **kwargs):
+        asked.append(kwargs["title"])
+        raise AssertionError("drawn in the process that trains")
+
+    monkeypatch.setattr(drawing, "draw_maps", refuse)
+    return asked
+
+
+def test_training_pictures_are_drawn_by_another_process(tmp_path, refused):
+    """Drawing holds Python's lock: in this process, even in a thread, it would slow the steps of the training down."""
+    config = known("mhar").walk.config
+    with RoutingPictures(config, tmp_path / "routing.png") as pictures_:
+        pictures_.submit(RoutingMap(routing_of(3, 2).weight, 0.5, 0.2, 512))
+    assert (tmp_path / "routing.png").stat().st_size > 1000
+    assert not refused
+
+
+def test_a_picture_is_drawn_here_when_the_other_process_is_gone(tmp_path, refused):
+    config = known("mhar").walk.config
+    map_ = RoutingMap(routing_of(3, 2).weight, 0.5, 0.2, 512)
+    mine = drawing.Drawer()
+    mine.draw(picture_of(config, map_, tmp_path / "routing.png"))
+    mine._process.kill()
+    mine._process.wait()
+    with pytest.raises(AssertionError, match="drawn in the process that trains"):
+        mine.draw(picture_of(config, map_, tmp_path / "again.png"))
+    mine.draw(picture_of(config, map_, tmp_path / "again.png"))  # by a new process
+    mine.close()
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "routing.png").read_bytes()
+    assert len(refused) == 1
 
 
 def test_a_training_picture_that_cannot_be_written_is_told(tmp_path):

@@ -1,6 +1,7 @@
 """The walk gives what the model gives, edits what it is told, and compiles each piece once."""
 
 import inspect_helpers as helpers
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -34,6 +35,19 @@ def test_losses_and_weights_equal_the_definition(variant):
         assert mine.shape == (k.walk.max_sources, 3, 11, shape.softmaxes)
         assert relative(mine[: len(shape.sources)], oracle[:, :3]) < 1e-5
         assert not mine[len(shape.sources) :].any()
+
+
+def test_the_programs_of_a_site_are_as_large_at_any_depth():
+    """XLA for GPUs takes minutes over programs that fuse dozens of arrays into what reads them."""
+    sizes = []
+    for layers in (1, 3):
+        walk, given = Walk(build(tiny("delta", num_layers=layers))), []
+        walk.run(
+            *walk.start(jnp.asarray(TOKENS[0][:, :-1])), visit=lambda site, input_, w, given=given: given.append(input_)
+        )
+        assert {i.sources.shape for i in given} == {(2 * layers, 3, 11, 32)}
+        sizes.append(len(jax.tree.leaves(given[0])))
+    assert sizes[0] == sizes[1] == 6
 
 
 def test_a_mask_leaves_tokens_out():

@@ -100,7 +100,7 @@ def test_names_are_unique_and_every_config_is_valid():
         assert tokens >= (100_000_000 if each.stage != "pilot" else 25_000_000)
         assert config.steps % config.eval.every == 0
         assert config.steps // config.eval.every == 40  # the last eleven are the last quarter, as the paper's
-    assert planned("d512-additive-lr-x0.5-s0").config().optimizer.peak_lr == pytest.approx(1e-3)
+    assert planned("d512-additive-lr-x0.5-s0").config().optimizer.peak_lr == pytest.approx(5e-4)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_finished_run_is_skipped_and_one_of_another_config_refused(out, option
 
 
 def test_nothing_is_begun_that_cannot_end(options):
-    late = dataclasses.replace(options, seconds=200.0, fitting=True)
+    late = dataclasses.replace(options, seconds=100.0, fitting=True)
     said: list[str] = []
     run.run_all([planned("d768-mhar-s0")], late, say=said.append)
     assert said == ["1 runs, 0 of them done", "0 of 1 runs done; next: d768-mhar-s0"]
@@ -177,10 +177,32 @@ def test_nothing_is_begun_that_cannot_end(options):
 def test_what_is_left_of_a_run_is_expected_to_take_less(options):
     this = planned("d512-mhar-s0")
     whole = run.expected(this, options)
+    assert whole > this.overhead
     directory = options.work / this.name
     directory.mkdir(parents=True)
     (directory / "metrics.jsonl").write_text('{"step": 9, "loss": 1.0}\n', encoding="utf-8")
-    assert run.expected(this, options) == pytest.approx(60 + (whole - 60) / 4)  # 9 of 12 steps are done
+    left = run.expected(this, options) - this.overhead
+    assert left == pytest.approx((whole - this.overhead) / 4)  # 9 of 12 steps are done
+
+
+def test_a_run_is_expected_to_be_as_fast_as_the_last_like_it(options, monkeypatch):
+    monkeypatch.setattr(run, "RUNS", options.out)
+    plain = dataclasses.replace(options, overrides=())
+    this = planned("d768-mhar-s1")
+    guess = run.expected(this, plain)
+    assert guess == this.seconds()
+    options.out.mkdir()
+    for name, speed in (
+        ("d768-mhar-a", 1.0),
+        ("d768-mhar-s0", 1e6),
+        ("d768-mhar_headwise-s0", 2.0),
+        ("d512-mhar-s0", 3.0),
+    ):
+        values = {"tokens_per_s": {"median": speed}}
+        (options.out / f"{name}.json").write_text(json.dumps(values), encoding="utf-8")
+    # 6,400 steps, and 41 evaluations of 20 batches at three times the speed, of 16,384 tokens
+    assert run.expected(this, plain) == pytest.approx(this.overhead + (6400 + 41 * 20 / 3) * 16384 / 1e6)
+    assert planned("d512-additive-s0").seconds(tokens_per_s=742e3) == pytest.approx(177, abs=1)
 
 
 @pytest.mark.slow
