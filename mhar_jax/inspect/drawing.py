@@ -9,14 +9,15 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import pathlib
-import pickle
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+
+import numpy as np
 
 from mhar_jax.errors import UserError, writing
 from mhar_jax.inspect.maps import Panel, draw_maps
@@ -37,6 +38,21 @@ class MapFile:
     caption: str
     label: str
     limit: float
+
+    def to_line(self) -> bytes:
+        """As a line of JSON."""
+        panels = [
+            {"title": p.title, "values": np.asarray(p.values).tolist(), "rows": list(p.rows)} for p in self.panels
+        ]
+        values = {**vars(self), "path": str(self.path), "panels": panels, "columns": list(self.columns)}
+        return json.dumps(values).encode() + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> "MapFile":
+        """What `to_line` made."""
+        values = json.loads(line)
+        panels = [Panel(p["title"], np.array(p["values"]), p["rows"]) for p in values["panels"]]
+        return cls(**{**values, "path": pathlib.Path(values["path"]), "panels": panels})
 
     def write(self, *, unless_orphaned_by: int | None = None) -> None:
         """Draws it. The file is replaced whole, so a viewer never sees half of it.
@@ -98,9 +114,11 @@ class Drawer:
         given, answers = self._process.stdin, self._process.stdout
         assert given is not None
         assert answers is not None
-        pickle.dump(picture, given)
+        given.write(picture.to_line())
         given.flush()
-        return pickle.load(answers)
+        if not (answer := answers.readline()):
+            raise EOFError
+        return json.loads(answer)
 
     def _end(self) -> None:
         if self._process is None:
@@ -126,15 +144,11 @@ def serve() -> None:
     given, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer
     parent = os.getppid()
-    while True:
-        try:
-            picture: Any = pickle.load(given)
-        except EOFError:
-            return
+    for line in given:
         failure = None
         try:
-            picture.write(unless_orphaned_by=parent)
+            MapFile.from_line(line).write(unless_orphaned_by=parent)
         except UserError as error:
             failure = str(error)
-        pickle.dump(failure, answers)
+        answers.write(json.dumps(failure).encode() + b"\n")
         answers.flush()
