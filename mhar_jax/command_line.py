@@ -40,20 +40,26 @@ def add_checkpoint_arguments(arguments: argparse.ArgumentParser) -> None:
         arguments.add_argument(f"--{axis}", metavar="INT", type=int, default=default, help=text)
 
 
-def open_from(options: argparse.Namespace):
-    """The `Checkpoint` that the arguments name."""
-    from mhar_jax.inference import open_checkpoint
+def mesh_of(options: argparse.Namespace):
+    """The mesh of --data, --fsdp and --tensor; UserError where they are no mesh of these devices."""
+    from mhar_jax.errors import UserError
+    from mhar_jax.huggingface.config import first_complaint
     from mhar_jax.sharding import make_mesh
 
     try:
-        mesh = make_mesh(MeshConfig(data=options.data, fsdp=options.fsdp, tensor=options.tensor))
+        config = MeshConfig(data=options.data, fsdp=options.fsdp, tensor=options.tensor)
     except ValueError as error:
-        from mhar_jax.errors import UserError
+        raise UserError(first_complaint(error)) from None
+    return make_mesh(config)
 
-        raise UserError(str(error)) if not isinstance(error, UserError) else error from None
+
+def open_from(options: argparse.Namespace):
+    """The `Checkpoint` that the arguments name."""
+    from mhar_jax.inference import open_checkpoint
+
     return open_checkpoint(
         options.checkpoint,
-        mesh=mesh,
+        mesh=mesh_of(options),
         tokenizer=options.tokenizer,
         compute_dtype=options.compute_dtype,
         variant=options.variant,

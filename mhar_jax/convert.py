@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mhar_jax.command_line import Help
+from mhar_jax.command_line import Help, mesh_of
 from mhar_jax.config.schema import DELTA_VARIANTS, ROUTED_VARIANTS
 from mhar_jax.errors import UserError, command
 from mhar_jax.platforms import prefer_present_hardware
@@ -74,9 +74,7 @@ def _import(options: argparse.Namespace) -> None:
 
 
 def _graft(options: argparse.Namespace) -> None:
-    from mhar_jax.config.schema import MeshConfig
     from mhar_jax.conversion.grafting import graft, is_identity
-    from mhar_jax.sharding import make_mesh
 
     if options.variant not in DELTA_VARIANTS and (options.no_gate or options.no_null_source):
         raise UserError(
@@ -84,7 +82,7 @@ def _graft(options: argparse.Namespace) -> None:
         )
     if options.sample_tokens < 0:
         raise UserError(f"--sample-tokens must be at least 0, got {options.sample_tokens}")
-    mesh = make_mesh(MeshConfig(data=options.data, fsdp=options.fsdp, tensor=options.tensor))
+    mesh = mesh_of(options)
     with _bar() as progress:
         done = graft(
             options.checkpoint,
@@ -151,8 +149,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Runs a command; wrong input is one line on standard error and exit code 2."""
     options = _parser().parse_args(arguments)
     for name in ("fsdp", "tensor") if options.command == "import" else ():
-        if getattr(options, name) < 1:
-            raise UserError(f"--{name} must be at least 1, got {getattr(options, name)}")
+        if not 1 <= getattr(options, name) < 2**31:
+            raise UserError(f"--{name} must be from 1 to 2147483647, got {getattr(options, name)}")
     prefer_present_hardware()
     options.run(options)
 

@@ -1,5 +1,6 @@
 """The README.md of an exported model."""
 
+from mhar_jax.config.schema import ModelConfig
 from mhar_jax.conversion.sources import Source
 from mhar_jax.models.counting import count_parameters
 
@@ -53,20 +54,20 @@ def model_card(source: Source, name: str) -> str:
     else:
         lines += [
             "The keys are those of the published PyTorch code of the method; stock `transformers` has no such model.",
-            *_differences(model.variant),
+            *_differences(model),
         ]
     return "\n".join(lines) + "\n"
 
 
-def _differences(variant: str) -> list[str]:
+def _differences(model: ModelConfig) -> list[str]:
     """What the published code computes otherwise."""
-    if variant == "delta_block":
+    if model.variant == "delta_block":
         return [
             "",
             "The published code appends `stream - previous delta` as a block's source where the definition says "
             "`stream - stream at the last boundary`: from the third source on its results differ from this model's.",
         ]
-    if variant == "block_mhar":
+    if model.variant == "block_mhar" and model.heads_of_depth > 1:
         return [
             "",
             "The published code has no routing site before the final norm in this mode, and this model has one.",

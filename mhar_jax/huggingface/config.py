@@ -95,8 +95,16 @@ def _rotary(hf: Mapping[str, Any]) -> dict[str, Any]:
     for rope in (hf, _section(hf, "rope_parameters"), _section(hf, "rope_scaling")):
         if _number(rope, "partial_rotary_factor", 1.0) != 1:
             raise _wrong("partial_rotary_factor", "1", rope["partial_rotary_factor"])
-    where = "rope_parameters" if _section(hf, "rope_parameters") else "rope_scaling"
+    found = [_rotary_of(hf, where) for where in ("rope_parameters", "rope_scaling") if _section(hf, where)]
+    if len(found) == 2 and found[0] != found[1]:  # stock code goes by rope_scaling
+        raise _wrong("rope_parameters", "as rope_scaling where both are there", hf["rope_parameters"])
+    return found[0] if found else _rotary_of(hf, "rope_scaling")
+
+
+def _rotary_of(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
     rope = _section(hf, where)
+    if any(key.endswith("_attention") for key in rope):
+        raise _wrong(where, "one description for all layers", rope)
     theta = _number(rope if rope.get("rope_theta") is not None else hf, "rope_theta", 10000.0)
     kind = _one_of(rope, "type" if rope.get("rope_type") is None else "rope_type", ("default", "llama3"), "default")
     if kind == "default":
@@ -164,6 +172,8 @@ def _describe_routing(model: ModelConfig) -> dict[str, Any]:
     if not model.is_routed:
         return {}
     mode = next(mode for mode, variant in reversed(MODES.items()) if variant == model.variant)
+    if mode == "block_mh" and model.heads_of_depth == 1:  # theirs has no site before the final norm, and `block` has
+        mode = "block"
     described: dict[str, Any] = {"attnres_mode": mode, "attnres_num_heads": model.heads_of_depth}
     if "block" in mode:
         described["attnres_num_blocks"] = model.num_blocks

@@ -255,13 +255,14 @@ class Decoder(nnx.Module):
                 return self._stack(pairs, params, x, inference=True)
             return self._normed(self._site_by_site(pairs, params, x, record, remat="none"))
         kinds = [_isolated(f) for f in (attention, mlp)] if isolate else [attention, mlp]
-        stacked = config.variant in STACKED_VARIANTS and record is None and config.remat != "layer"
-        sources_only = stacked and config.remat == "sources"
-        sublayers = [f if sources_only else remat_sublayer(config.remat, f) for _ in self.layers for f in kinds]
+        remat = "none" if record is not None else config.remat  # what is recorded must not be traced apart
+        stacked = config.variant in STACKED_VARIANTS and record is None and remat != "layer"
+        sources_only = stacked and remat == "sources"
+        sublayers = [f if sources_only else remat_sublayer(remat, f) for _ in self.layers for f in kinds]
         assert len(sublayers) == len(params) == num_sublayers(config)
         if stacked:
             return self._stack(sublayers, params, x, remat="sources" if sources_only else "none")
-        x = self._site_by_site(sublayers, params, x, record, config.remat)
+        x = self._site_by_site(sublayers, params, x, record, remat)
         return self._normed(jax.lax.optimization_barrier(x) if isolate else x)
 
     def _normed(self, x: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 from mhar_jax import load_model
 from mhar_jax.config.schema import ROUTED_VARIANTS
 from mhar_jax.conversion import exporting, sources
+from mhar_jax.conversion.sources import open_source
 from mhar_jax.huggingface.config import describe, model_config
 from model_helpers import tiny
 
@@ -53,6 +54,17 @@ def test_configs_of_routed_models_there_and_back(variant):
         assert again == config
     ungated = tiny("delta", head_dim=8, routing_heads=4, gate=False, null_source=False, **kept)
     assert model_config(describe(ungated, dtype="float32"), num_blocks=ungated.num_blocks) == ungated
+
+
+def test_blocks_with_one_head_are_not_the_mode_without_a_final_site(tools, run, tmp_path):
+    """The published code's `block` has the site before the final norm that its `block_mh` lacks."""
+    for heads, mode in ((1, "block"), (2, "block_mh")):
+        source, out = tmp_path / f"{mode}-source", tmp_path / mode
+        tools.random_hf(tiny("block_mhar", num_layers=2, routing_heads=heads), source)
+        assert run("export", source, out).code == 0
+        assert json.loads((out / "config.json").read_text())["attnres_mode"] == mode
+        assert ("no routing site before the final norm" in (out / "README.md").read_text()) == (heads > 1)
+        assert open_source(out).model == open_source(source).model
 
 
 def test_shards(tools, run, tmp_path):

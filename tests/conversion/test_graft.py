@@ -82,6 +82,8 @@ def test_what_is_not_the_original_is_said(run, original, tmp_path, arguments):
         (["--variant=mhar", "--no-gate"], "--no-gate and --no-null-source belong to delta and delta_block"),
         (["--num-blocks=0"], "num_blocks"),
         (["--sample-tokens=-5"], "--sample-tokens must be at least 0, got -5"),
+        (["--data=-1"], "error: mesh axes must be positive, at most one of them -1"),
+        (["--tensor=0"], "error: mesh axes must be positive, at most one of them -1"),
     ],
 )
 def test_what_cannot_be(run, original, tmp_path, arguments, message):

@@ -384,9 +384,21 @@ def test_rope_sections_that_are_none(described):
     for value in ("linear", [2.0], 3, True):
         with pytest.raises(UserError, match="rope_scaling must be a JSON object, got "):
             model_config(older | {"rope_scaling": value})
+    layered = {"full_attention": described["rope_parameters"]}
+    with pytest.raises(UserError, match="rope_parameters must be one description for all layers, got "):
+        model_config(described | {"rope_parameters": layered})
     crossed = described["rope_parameters"] | {"high_freq_factor": 0.5}
     with pytest.raises(UserError, match=r"rope_scaling cannot be used: .*high_freq_factor must be above"):
         model_config(older | {"rope_scaling": crossed})
+
+
+def test_rope_sections_that_disagree(described):
+    """Stock code takes rope_scaling where both are there: neither may be passed over."""
+    both = described["rope_parameters"]
+    assert model_config(described | {"rope_scaling": both}) == model_config(described)
+    for other in ({"type": "linear", "factor": 2.0}, both | {"factor": 2.0}, {"rope_type": "default"}):
+        with pytest.raises(UserError, match=r"^config.json: (rope_parameters|type) must be "):
+            model_config(described | {"rope_scaling": other})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000])

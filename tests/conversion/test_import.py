@@ -168,6 +168,15 @@ def test_the_tokenizer_travels(tools, run, tmp_path):
     assert exported["eos_token_id"] == json.loads((source / "generation_config.json").read_text())["eos_token_id"]
 
 
+@pytest.mark.parametrize("axis", ["--fsdp=0", "--tensor=-1", f"--tensor={2**31}"])
+def test_axes_that_cannot_be(tools, run, tmp_path, axis):
+    assert (
+        "must be from 1 to 2147483647"
+        in run("import", tools.fixtures / "tiny-qwen3", tmp_path / "o", axis).one_sentence()
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_what_is_there_is_not_touched(tools, run, tmp_path):
     (tmp_path / "out").mkdir()
     assert run("import", tools.fixtures / "tiny-qwen3", tmp_path / "out").code == 0  # an empty directory is nothing

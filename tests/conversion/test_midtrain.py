@@ -28,7 +28,7 @@ def llama(tools, tmp_path_factory):
 def midtrain(llama, run_dir, **model):
     """50 steps of the 8B recipe's form on the embedded text."""
     path, config = llama
-    fields = {"variant": "delta_block", "num_blocks": 2, "compute_dtype": "float32", **model}
+    fields = {"variant": "delta_block", "num_blocks": 2, "compute_dtype": "float32", "remat": "layer", **model}
     return make_config(
         {
             "run_dir": str(run_dir),

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mhar_jax.models import loss_and_summary
 from model_helpers import TOKENS, build, jit, mean_loss, pure, relative, scramble, scrambled, shallow, tiny
 
 
@@ -27,6 +28,17 @@ def test_values_and_gradients_stay(variant, remat):
     (loss, _), grads = step(graph, state, TOKENS)
     assert float(loss) == pytest.approx(float(run["loss"]), rel=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_array_less(relative(a, b), 1e-4), pure(grads), run["grads"])
+
+
+@pytest.mark.parametrize("variant", ["delta_block", pytest.param("mhar", marks=pytest.mark.exhaustive)])
+def test_depth_weights_are_recorded_under_layer_remat(variant):
+    """As evaluations of a run do: in one compiled program, whose values are those without remat, to the bit."""
+
+    def summary(remat: str):
+        graph, state = nnx.split(scramble(build(shallow(variant, remat=remat))))
+        return jit(lambda s, t: loss_and_summary(nnx.merge(graph, s), t[:, :-1], t[:, 1:]))(state, TOKENS)
+
+    jax.tree.map(np.testing.assert_array_equal, summary("layer"), summary("none"))
 
 
 def kept(remat: str) -> int:
