@@ -185,25 +185,21 @@ _FIELDS = ("query", "members", "null", "null_logit", "gate", *_BY_ROW, "d_weight
 HBM_SPEC = pl.BlockSpec(memory_space=pltpu.HBM)
 
 
-def rest_of(mix: jax.Array, dtype: str, bits: int = 16) -> jax.Array:
-    """What rounding float32 to a 16-bit storage dtype takes off, as integers in units of 2^-bits of a last place."""
+def rest_of(mix: jax.Array, dtype: str) -> jax.Array:
+    """What rounding float32 to a 16-bit storage dtype takes off, as int16 in units of 2^-16 of a last place."""
     info = jnp.finfo(dtype)
     # A conversion to the storage dtype and back might be dropped by XLA; this is not.
     rounded = jax.lax.reduce_precision(mix, info.nexp, info.nmant)
     power = _power(rounded)
     inverse = jax.lax.bitcast_convert_type(jnp.uint32(254 << 23) - _bits(power), jnp.float32)
-    steps = (mix - rounded) * inverse * 2.0 ** (info.nmant + bits)
-    most = 2.0 ** (bits - 1) - 1
-    if (
-        bits < 16
-    ):  # 16 hold all of it; a conversion to integers cuts fewer off, twice as far from what was as to nearest
-        steps = jnp.floor(steps + 0.5)
-    return jnp.clip(steps, -most, most).astype(jnp.int32).astype(f"int{bits}")
+    steps = (mix - rounded) * inverse * 2.0 ** (info.nmant + 16)
+    most = 2.0**15 - 1
+    return jnp.clip(steps, -most, most).astype(jnp.int32).astype(jnp.int16)
 
 
 def with_rest(rounded: jax.Array, rest: jax.Array, dtype: str) -> jax.Array:
-    """The float32 number that `rest_of` was of, to 8 bits of storage and those of the rest, from its rounded value."""
-    unit = _power(rounded) * 2.0 ** -(jnp.finfo(dtype).nmant + 8 * rest.dtype.itemsize)
+    """The float32 number that `rest_of` was of, to 24 bits, from its rounded value."""
+    unit = _power(rounded) * 2.0 ** -(jnp.finfo(dtype).nmant + 16)
     return rounded + rest.astype(jnp.int32).astype(jnp.float32) * unit
 
 

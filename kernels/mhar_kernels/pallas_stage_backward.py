@@ -270,7 +270,7 @@ def finish_call(
     cost = pl.CostEstimate(
         flops=g.tokens * g.dim * (sites * (4 + 16 * g.heads) + 4),
         bytes_accessed=g.tokens
-        * (g.dim * (2 * (sites + 4 + len(given)) + 1) + 4 * (2 * g.heads * sites + 1 + len(given) // 2))
+        * (2 * g.dim * (sites + 5 + len(given)) + 4 * (2 * g.heads * sites + 1 + len(given) // 2))
         + 4 * g.dim * (rows + g.cores * sites),
         transcendentals=g.tokens * rows,
     )

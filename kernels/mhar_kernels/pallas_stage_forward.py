@@ -36,7 +36,7 @@ class Buffers(NamedTuple):
     sources: jax.Array  # [N, D, T]
     inverse_rms: jax.Array  # [N, 1, T] float32
     lse: jax.Array  # [N, heads, T] float32, of whole mixes
-    rest: jax.Array  # [N, D, T] int8: what rounding took from the mixes; Δ would be off by as much as they are
+    rest: jax.Array  # [N, D, T] int16: what rounding took from the mixes; Δ would be off by as much as they are
 
 
 def sources_at_once(block_size: int) -> int:
@@ -181,7 +181,7 @@ def merge_call(
         g.each_piece(add)
 
         def write(features: Any) -> jax.Array:
-            rest_out[0, features, :] = rest_of(mixed[features, :], "bfloat16", bits=8)
+            rest_out[0, features, :] = rest_of(mixed[features, :], "bfloat16")
             return mixed[features, :]
 
         turn_out(g, write, out)
@@ -210,7 +210,7 @@ def merge_call(
     cost = pl.CostEstimate(
         flops=g.tokens * g.dim * (2 * (others + 2) + 6 * g.heads * (position + 1)),
         bytes_accessed=g.tokens
-        * (g.dim * (2 * (position + 3 + len(given)) + 1) + 4 * (position + 1 + (1 + len(given) // 2) * g.heads))
+        * (2 * g.dim * (position + 4 + len(given)) + 4 * (position + 1 + (1 + len(given) // 2) * g.heads))
         + 4 * g.heads * g.dim,
         transcendentals=g.tokens * g.heads * (others + 2),
     )

@@ -68,7 +68,7 @@ def start(plan: Plan, x: jax.Array, queries: jax.Array, low: jax.Array | None) -
         sources=jax.lax.empty((n, g.dim, g.tokens), x.dtype),
         inverse_rms=jax.lax.empty((n, 1, g.tokens), jnp.float32),
         lse=jax.lax.empty((n, g.heads, g.tokens), jnp.float32),
-        rest=jax.lax.empty((n, g.dim, g.tokens), jnp.int8),
+        rest=jax.lax.empty((n, g.dim, g.tokens), jnp.int16),
     )
     return History(buffers, jnp.where(own[None], queries[:, None, :], 0.0))
 
