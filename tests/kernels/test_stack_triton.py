@@ -207,9 +207,9 @@ def test_rows_of_the_schedule():
     """By hand: 5 sites in blocks of 2 are {0, 1}, {2, 3}, {4}."""
     rows = traffic.rows(5, 2)
     assert rows.mix == (2 + 2) + (4 + 1)
-    assert rows.merge == 3.5 * 5 + 1 + 1 + 3  # one pair in each full block; three sites have sources outside
+    assert rows.merge == 4 * 5 + 1 + 1 + 3  # one pair in each full block; three sites have sources outside
     assert rows.pull == (3 + 4) + (1 + 4)
-    assert rows.finish == 5.5 * 5 + 1 + 1 + 4
+    assert rows.finish == 6 * 5 + 1 + 1 + 4
     assert rows.query == 5
     assert traffic.site_by_site_rows(73) == 2774
     assert traffic.best_block_size(1, stages_triton.COSTS) == 1
