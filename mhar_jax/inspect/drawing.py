@@ -1,8 +1,7 @@
 """Maps drawn in a process of their own, while a run trains.
 
-Matplotlib holds Python's lock nearly all of the time that it draws, half a second of a processor or more. In a thread,
-it would make every step that is dispatched meanwhile wait for the lock: with a device that takes 25 ms a step, that
-costs up to half of the speed of the steps after an evaluation.
+Matplotlib holds Python's lock nearly all of the time that it draws, half a second of a processor or more. Drawn in a
+thread, a map would make every step that is dispatched meanwhile wait for the lock.
 """
 
 import atexit

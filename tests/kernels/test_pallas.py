@@ -23,7 +23,8 @@ FORWARD, BACKWARD = "depth_route_forward", "depth_route_backward"
 
 
 # The interpreter makes each kernel a program of its own, which takes 2 to 15 s to compile. By default one case of each
-# kind runs: stacked and separate arrays, bfloat16, delta, only a null source, zero logits.
+# kind runs: stacked and separate arrays, bfloat16, delta, only a null source, zero logits. Methods that only call
+# super() choose the cases; what is asserted is in RouteContract.
 GIVEN = ("bf16", "delta", "delta_closed_gate", "delta_null_only", "one_source", "zero_query")
 
 
