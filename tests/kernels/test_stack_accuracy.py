@@ -84,9 +84,10 @@ def mean_errors(layer, implementation, features=slice(None), **kind):
 @pytest.mark.parametrize(
     ("implementation", "size"),
     [
-        *((name, 0.1) for name in BACKENDS),
+        ("xla", 0.1),
         *((name, 0.01) for name in BACKENDS[1:]),  # mixes known to 17 bits show here, where dl is not balanced
         pytest.param("triton", 0.001, marks=pytest.mark.exhaustive),
+        *(pytest.param(name, 0.1, marks=pytest.mark.exhaustive) for name in BACKENDS[1:]),
         *(pytest.param(name, 1.0, marks=pytest.mark.exhaustive) for name in BACKENDS),
     ],
 )

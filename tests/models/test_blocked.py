@@ -43,7 +43,9 @@ def test_every_source_reaches_every_site_once(variant, layers, blocks, remat):
             assert any(set(one.sites) <= set(span) for span in [*spans, last])
 
 
-@pytest.mark.parametrize("variant", BY_PASS)
+@pytest.mark.parametrize(
+    "variant", [pytest.param(v, marks=() if v == "delta_block" else pytest.mark.exhaustive) for v in BY_PASS]
+)
 def test_equals_site_by_site(variant, monkeypatch):
     config = tiny(variant)
     graph, state = nnx.split(scramble(build(config)))

@@ -12,7 +12,7 @@ from model_helpers import TOKENS, build, jit, mean_loss, pure, relative, scrambl
 @pytest.mark.parametrize(
     ("variant", "remat"),
     [
-        ("mhar", "dots"),
+        pytest.param("mhar", "dots", marks=pytest.mark.exhaustive),
         ("mhar", "sublayer"),
         pytest.param("mhar", "sources", marks=pytest.mark.exhaustive),
         ("mhar", "layer"),
