@@ -27,3 +27,11 @@ PROBE = (
     ("350M", "0.512", "0.114"),
     ("1B", "0.606", "0.087"),
 )
+# What lies below what at 100M: the claim, its difference (v1 / v2), the lower and the higher variant.
+ORDER = (
+    ("one head is below the additive baseline", "−0.039 / −0.061", "attention_residuals", "additive"),
+    ("many heads are below the additive baseline", "−0.049 / −0.062", "mhar", "additive"),
+    ("hyper-connections are below the additive baseline", "−0.014 / –", "hyper_connections", "additive"),
+    ("one head is below hyper-connections", "−0.025 / –", "attention_residuals", "hyper_connections"),
+    ("many heads are below one", "−0.010 / −0.001", "mhar", "attention_residuals"),
+)

@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from mhar_jax.errors import UserError, command
-from mhar_jax.evaluation.statistics import mean_std
-from results.replication import paper
+from results.replication import claims, paper
 from results.replication.chart import Line, svg
+from results.replication.effects import NOT_RUN, Effect, Results, half_rate, of
 from results.replication.method import method
 from results.replication.plan import SEEDS, VARIANTS, WIDTHS, plan
 from results.replication.results import RUNS, Result, compared, read_results, write_run_directories
 
 PAGE = pathlib.Path(__file__).parent.parent.parent / "docs" / "replication.md"
-NOT_RUN = "not run"
-Results = dict[str, Result]
 
 
 def build(results: Results) -> dict[str, str]:
@@ -31,6 +29,7 @@ def build(results: Results) -> dict[str, str]:
     sections = [
         head(results),
         finding(results),
+        claims.beside_the_paper(results),
         losses(results, pictures),
         heads_gap(results),
         rates(results),
@@ -43,56 +42,6 @@ def build(results: Results) -> dict[str, str]:
         missing(results),
     ]
     return {"replication.md": "\n\n".join(s for s in sections if s) + "\n", **pictures}
-
-
-def of(results: Results, width: int, variant: str, *, middle: str = "") -> list[Result]:
-    """The runs of a method that there are, by seed."""
-    names = [f"d{width}-{variant}{middle}-s{seed}" for seed in SEEDS]
-    return [results[name] for name in names if name in results]
-
-
-def half_rate(results: Results, width: int) -> list[Result]:
-    """The single head at half the preset's rate."""
-    return of(results, width, "attention_residuals", middle="-lr-x0.5")
-
-
-class Effect:
-    """Paired differences of tail-means, seed by seed."""
-
-    def __init__(self, baseline: list[Result], others: list[Result]):
-        pairs = [d for c in compared(baseline, others) for d in c.differences]
-        self.by_seed = [d.tail for d in pairs]
-        self.noise = [d.by_evaluation.std for d in pairs]
-
-    @property
-    def mean(self) -> float:
-        """Over seeds."""
-        return mean_std(self.by_seed).mean
-
-    @property
-    def apart(self) -> bool:
-        """Two seeds or more agree in sign, each by more than twice what one evaluation moves the difference."""
-        signs = {d > 0 for d in self.by_seed}
-        clear = all(abs(d) > 2 * n for d, n in zip(self.by_seed, self.noise, strict=True))
-        return len(self.by_seed) > 1 and len(signs) == 1 and clear
-
-    def cell(self) -> str:
-        """For a table: the mean, its half range over seeds, and the noise of a single evaluation."""
-        if not self.by_seed:
-            return NOT_RUN
-        noise = f"one evaluation ±{max(self.noise):.3f}"
-        if len(self.by_seed) == 1:
-            return f"{self.mean:+.4f} (one seed; {noise})"
-        return f"{self.mean:+.4f} ({' / '.join(f'{d:+.4f}' for d in self.by_seed)}; {noise})"
-
-    def word(self, lower: str = "lower", higher: str = "higher") -> str:
-        """What may be said of it."""
-        if not self.by_seed:
-            return NOT_RUN
-        direction = lower if self.mean < 0 else higher
-        if len(self.by_seed) == 1:
-            return f"{direction} at the one seed run: not told apart"
-        return f"{direction} at every seed" if self.apart else "not told apart"
 
 
 def head(results: Results) -> str:
@@ -138,20 +87,7 @@ def finding(results: Results) -> str:
         for name, r in results.items()
         if r.diverged and r.planned.stage != "pilot"
     ]
-    gaps = [Effect(of(results, w, "attention_residuals"), of(results, w, "mhar")) for w in WIDTHS]
-    if all(g.by_seed for g in gaps):
-        small, large = gaps
-        higher = [str(w) for w, g in zip(WIDTHS, gaps, strict=True) if g.apart and g.mean > 0]
-        if higher:
-            verdict = f"does not hold: many heads are above one at width {' and '.join(higher)}"
-        elif not all(g.apart for g in gaps):
-            verdict = "cannot be told: at one width at least, the gap itself is not told apart from nothing"
-        else:
-            separate = max(large.by_seed) < min(small.by_seed) or min(large.by_seed) > max(small.by_seed)
-            wider = large.mean < small.mean
-            verdict = ("widens" if wider else "does not widen") + (
-                " (the seeds of the two widths do not overlap)" if separate else " (the seeds overlap: not told apart)"
-            )
+    if verdict := claims.widening(results):
         lines.append(f"- The gap between many heads and one, from width {WIDTHS[0]} to {WIDTHS[1]}: {verdict}.")
     if not lines:
         return "## Finding\n\nNone yet: no pair of runs that could be compared has been made."
@@ -251,16 +187,9 @@ def rates(results: Results) -> str:
     return text
 
 
-def head_curve(results: Results) -> list[tuple[int, Result]]:
-    """The number of heads and the run of seed 0, at width 512."""
-    named = {1: "d512-attention_residuals-s0", 2: "d512-mhar-h2-s0", 4: "d512-mhar-s0"}
-    named |= {8: "d512-mhar-h8-s0", 16: "d512-mhar-h16-s0"}
-    return [(h, results[name]) for h, name in named.items() if name in results and not results[name].diverged]
-
-
 def head_counts(results: Results, pictures: dict[str, str]) -> str:
     """The U in H."""
-    curve = head_curve(results)
+    curve = claims.head_curve(results)
     rows = ["## Number of heads\n", "| H (d 512, seed 0) | tail-mean | against H = 4 |", "|---|---|---|"]
     base = of(results, 512, "mhar")[:1]
     for h, r in curve:
@@ -423,7 +352,7 @@ def charts(results: Results) -> dict[str, str]:
         limits = (min(late_y) - 0.01, max(late_y) + 0.01)
         title = "Held-out loss minus the additive run's at the same seed, mean over seeds"
         found["differences"] = svg(title, lines, x="step", y="nats a token", limits=limits)
-    curve = head_curve(results)
+    curve = claims.head_curve(results)
     if len(curve) > 2:
         line = Line("mhar, d512", [h for h, _ in curve], [r.run.tail for _, r in curve], 1, marks=True)
         base = [r.run.tail for r in of(results, 512, "additive")[:1]]

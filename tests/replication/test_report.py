@@ -138,6 +138,35 @@ def test_many_heads_above_one_are_no_gap_that_widens(results):
     assert "from width 512 to 768: does not hold: many heads are above one at width 512 and 768." in page
 
 
+@pytest.mark.parametrize(("many", "verdict"), [(2.9, "agrees: -0.070"), (2.99, "does not agree: +0.020")])
+def test_a_claim_is_weighed(results, many, verdict):
+    runs = [made_up(r.name, (LEVELS | {"mhar": many})[r.variant], jitter=0.001) for r in plan() if r.stage == "main"]
+    page = report.build(results(*runs))["replication.md"]
+    assert f"| many heads are below one | −0.010 / −0.001 | {verdict} | {verdict} |" in page
+
+
+def test_a_claim_that_noise_hides_is_not_weighed(results):
+    page = report.build(results(*main_runs(jitter=0.2)))["replication.md"]
+    (line,) = (line for line in page.splitlines() if line.startswith("| many heads are below one |"))
+    assert line.count("cannot be told") == 2
+
+
+@pytest.mark.parametrize(
+    ("wider", "verdict"), [(0.3, "agrees"), (0.05, "does not agree"), (0.2, "cannot be told: the seeds overlap")]
+)
+def test_a_query_that_disagrees_more_in_a_wider_model(results, wider, verdict):
+    excess = {512: (0.19, 0.21), 768: (wider, wider + 0.005)}
+    runs = []
+    for width, values in excess.items():
+        for seed, value in enumerate(values):
+            s = {"trained": value, "null": 0.0, "null_sd": 0.001, "excess": value, "excess_sd": 0.001}
+            probe = {"width_disagreement": {"contiguous": s}, "source_collinearity": {"mean": 0.05}}
+            runs.append(made_up(f"d{width}-attention_residuals-s{seed}", 3.0) | {"weights": {"probe": probe}})
+    page = report.build(results(*runs))["replication.md"]
+    assert f"| one query disagrees more in a wider model | 0.235 / 0.281 | {verdict} | |" in page
+    assert "beyond chance | 0.235 / 0.281 | agrees: 0.190 / 0.210 | agrees: " in page
+
+
 def test_a_run_that_diverged_stands_in_the_finding(results):
     broken = made_up("d512-attention_residuals-s0", 3.0) | {"diverged": "the loss is nan at step 900"}
     page = report.build(results(broken, made_up("d512-mhar-s0", 2.9)))["replication.md"]
@@ -157,6 +186,7 @@ def test_the_u_in_heads(results):
     levels = {"d512-attention_residuals-s0": 3.0, "d512-mhar-h2-s0": 2.95, "d512-mhar-s0": 2.9, "d512-mhar-h8-s0": 2.92}
     built = report.build(results(*(made_up(name, level) for name, level in levels.items())))
     assert "Lowest at H = 4, inside the range" in built["replication.md"]
+    assert "| the loss is U-shaped in H | flat at 4 to 8 | not run | |" in built["replication.md"]  # not at H = 16 yet
     assert "replication_heads.svg" in built
 
 
