@@ -36,7 +36,7 @@ class History(NamedTuple):
 class Read(NamedTuple):
     """What `finish` needs of a site beside what was read there."""
 
-    rest: jax.Array  # int8 [T, D]: what rounding took from that; Δ would be off by as much as mixes are
+    rest: jax.Array  # int16 [T, D]: what rounding took from that; Δ would be off by as much as mixes are
     mix_rms: jax.Array  # float32 [T]: inverse RMS of the mix, where the kernel applies the norm
     mix: jax.Array | None  # [..., D], where the norm is not the kernel's
 
@@ -93,7 +93,7 @@ def merge(
         [
             *shape.history(plan.keep),
             shape.row(),
-            shape.row(jnp.int8) if plan.keep else _none(jnp.int8),
+            shape.row(jnp.int16) if plan.keep else _none(jnp.int16),
             jax.ShapeDtypeStruct((shape.tokens,), jnp.float32) if plan.keep and fused else _none(jnp.float32),
         ],
         {
@@ -224,8 +224,7 @@ def query_gradient(plan: Plan, history: History, later: Later) -> jax.Array:
     """See `schedule.Stages`."""
     assert history.sources is not None
     shape = Shape.of(plan, history.sources[0])
-    keys = triton_stage_calls.balance(shape, history.inverse_rms, later.keys)
-    return triton_stage_calls.query(shape, history.sources, keys, range(shape.depth))
+    return triton_stage_calls.query(shape, history.sources, later.keys, range(shape.depth))
 
 
 def _fuses_norm(dtype) -> bool:

@@ -30,7 +30,7 @@ def rows(sites: int, block: int) -> Rows:
 
     - mix, a block: the sources before it are read, S partial mixes written.
     - merge, a site: the new source is read and written to the history, the sources of the block before it read, the
-      partial mix read, the mix and (half a row) what rounding took from it written.
+      partial mix read, the mix and what rounding took from it written.
     - pull, a block: all later cotangents and the block's sources are read, S partial gradients written.
     - finish, a site: cotangent, source, mix and its rest, later cotangents of the block and the partial gradient are
       read; cotangent and gradient written.
@@ -42,9 +42,9 @@ def rows(sites: int, block: int) -> Rows:
         later = sites - start - size
         inside = size * (size - 1) / 2
         mix += start + size if start else 0
-        merge += 3.5 * size + inside + (size if start else 0)
+        merge += 4 * size + inside + (size if start else 0)
         pull += later + 2 * size if later else 0
-        finish += 5.5 * size + inside + (size if later else 0)
+        finish += 6 * size + inside + (size if later else 0)
     return Rows(mix, merge, pull, finish, sites)
 
 

@@ -1,6 +1,6 @@
 """Sizes of the depth-blocked schedule as its Triton kernels see them, and their launches.
 
-`call` launches any of them; `mix`, `pull`, `balance` and `query` are those that work across blocks.
+`call` launches any of them; `mix`, `pull` and `query` are those that work across blocks.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from mhar_kernels import triton_launch, triton_stage_heads
 from mhar_kernels.schedule import Plan
 
 # Steps in flight through shared memory, by kernel.
-_STAGES = {"mix": 2, "pull": 2, "balance": 3, "query": 3}
+_STAGES = {"mix": 2, "pull": 2, "query": 3}
 # Fewest rows of one token in a product of 16 rows: 16 / this many tokens share a program.
 _LEAST = {"mix": 1, "pull": 1}
 
@@ -206,29 +206,6 @@ def pull(
         warps=shape.head_warps,
         aliases=aliases,
     )
-
-
-def balance(shape: Shape, inverse_rms: Any, keys: Any) -> jax.Array:
-    """`keys` with those of source 0 such that dl adds up to 0 over the sources of each site; in place.
-
-    inverse_rms: float32 [T, NP]. keys: float32 [T, H, N, NP], of all sources and sites of a stack.
-    """
-    heads = min(8, power_of_two(shape.num_heads))
-    sites = 32 if shape.padded > 16 else 16
-    (keys,) = call(
-        shape,
-        triton_stage_heads.balance_kernel,
-        [inverse_rms, keys],
-        [shape.later()[2]],
-        {
-            **{"H": shape.num_heads, "N": shape.depth, "NP": shape.padded},
-            **{"HB": heads, "RB": 4, "CB": sites, "STAGES": _STAGES["balance"]},
-        },
-        (shape.tokens, -(-shape.num_heads // heads), -(-shape.depth // sites)),
-        warps=1,
-        aliases={1: 0},
-    )
-    return keys
 
 
 def query(shape: Shape, sources: Any, keys: Any, sites: range) -> jax.Array:

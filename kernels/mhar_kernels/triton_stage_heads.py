@@ -245,41 +245,6 @@ def pull_kernel(
 
 
 @triton.jit
-def balance_kernel(
-    inverse_rms,  # float32 [T, NP]
-    unused_keys,
-    keys,  # float32 [T, H, N, NP], in place: dl r of each source and site
-    H: tl.constexpr,
-    N: tl.constexpr,
-    NP: tl.constexpr,
-    HB: tl.constexpr,
-    RB: tl.constexpr,
-    CB: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """HB heads of a token and CB sites a program: source 0 gets the dl with which they add up to 0 over all sources.
-
-    As they come they add up to what Delta is off by, since it is of a mix that is known to 17 bits. Where sources have
-    much in common, that times what they have in common is more than the gradient of the query. RB sources a step.
-    """
-    t = tl.program_id(0).to(tl.int64)
-    h = (tl.program_id(1) * HB + tl.arange(0, HB))[:, None, None]
-    i = (tl.program_id(2) * CB + tl.arange(0, CB))[None, None, :]
-    j = tl.arange(0, RB)[None, :, None]
-    own = keys + ((t * H + h) * N) * NP + i
-    total = tl.zeros((HB, RB, CB), tl.float32)
-    for n0 in tl.range(1, tl.minimum(N, (tl.program_id(2) + 1) * CB), RB, num_stages=STAGES):
-        n = n0 + j
-        exists = (n <= i) & (n < N)  # a site has no later sources; nothing was written there
-        some = (n // 8 <= i // 8) & (n < N)  # in any eight sites side by side, which are loaded together
-        key = tl.load(own + n * NP, mask=(h < H) & (i < NP) & some, other=0.0)
-        r = tl.load(inverse_rms + t * NP + n, mask=n < N, other=1.0)
-        total += tl.where(exists, key, 0.0) * (1 / r)
-    r = tl.load(inverse_rms + t * NP)
-    tl.store(own, -r * tl.sum(total, axis=1, keep_dims=True), mask=(h < H) & (i < N))
-
-
-@triton.jit
 def query_kernel(
     sources,  # [N, T, D]
     keys,  # float32 [T, H, N, NP]

@@ -37,25 +37,24 @@ def _wide(row, C: tl.constexpr):
 
 @triton.jit
 def _near_and_rest(exact, dtype: tl.constexpr, MANTISSA: tl.constexpr):
-    """float32 numbers in a 16-bit dtype, and what that takes from them as an int8, in 2**-8 of the spacing there."""
+    """float32 numbers in a 16-bit dtype, and what that takes from them as an int16, in 2**-16 of the spacing there."""
     near = exact.to(dtype)
     wide = near.to(tl.float32)
     if MANTISSA == 7:  # bfloat16 is the upper half of a float32: a difference of bits, at half the cost
-        bits = exact.to(tl.int32, bitcast=True) - wide.to(tl.int32, bitcast=True)
-        return near, tl.minimum((bits + 128) >> 8, 127)
+        return near, tl.minimum(exact.to(tl.int32, bitcast=True) - wide.to(tl.int32, bitcast=True), 32767)
     else:
-        units = (exact - wide) / (_rest_unit(wide, MANTISSA) * 2.0**8)
-        return near, tl.minimum(tl.maximum(units, -127.0), 127.0).to(tl.int32)
+        units = (exact - wide) / _rest_unit(wide, MANTISSA)
+        return near, tl.minimum(tl.maximum(units, -32767.0), 32767.0).to(tl.int32)
 
 
 @triton.jit
 def _whole(near, rest, MANTISSA: tl.constexpr):
-    """What `_near_and_rest` was given, to 2**-9 of the spacing, in float32; near, rest: as any numbers of 32 bits."""
+    """What `_near_and_rest` was given, to float32's own rounding; near, rest: as any numbers of 32 bits."""
     wide = near.to(tl.float32)
     if MANTISSA == 7:
-        return (wide.to(tl.int32, bitcast=True) + (rest.to(tl.int32) << 8)).to(tl.float32, bitcast=True)
+        return (wide.to(tl.int32, bitcast=True) + rest.to(tl.int32)).to(tl.float32, bitcast=True)
     else:
-        return wide + rest.to(tl.float32) * (_rest_unit(wide, MANTISSA) * 2.0**8)
+        return wide + rest.to(tl.float32) * _rest_unit(wide, MANTISSA)
 
 
 @triton.jit
@@ -77,7 +76,7 @@ def merge_kernel(
     lse,  # float32 [T, H, NP], in place
     logits,  # float32 [T, N, S, H], in place: of each site, inside its block
     read,  # [T, D]: the mix, through its norm
-    rest,  # int8 [T, D]: what rounding took from that, in 2**-8 of its spacing
+    rest,  # int16 [T, D]: what rounding took from that, in 2**-16 of its spacing
     mix_rms,  # float32 [T]: inverse RMS of the mix
     D: tl.constexpr,
     H: tl.constexpr,
@@ -185,7 +184,7 @@ def merge_kernel(
 def finish_kernel(
     cotangent,  # [T, D]: of what is read at this site
     read,  # [T, D]: that
-    rest,  # int8 [T, D]
+    rest,  # int16 [T, D]
     mix_rms,  # float32 [T], or unused
     scale,  # float32 [D]: of the norm, or unused
     queries,  # [N, D] in the storage dtype: effective
@@ -231,7 +230,7 @@ def finish_kernel(
     v = _load_row(sources + site * stride + t * D, H, K, HB, L, C)
     d_out = _load_row(cotangent + t * D, H, K, HB, L, C)
     near = _load_row(read + t * D, H, K, HB, L, C)
-    lost = _load_row(rest + t * D, H, K, HB, L, C, tl.int8)
+    lost = _load_row(rest + t * D, H, K, HB, L, C, tl.int16)
     q = _load_row(queries + site * D, H, K, HB, L, C)
     r = tl.load(inverse_rms + t * NP + site)
     own_logit = tl.load(own + site * (S * H), mask=exists, other=0.0)

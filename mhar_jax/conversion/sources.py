@@ -199,6 +199,8 @@ def _write_gguf_tokenizer(path: Path, target: Path, data: DataConfig) -> DataCon
         return data
     named = {name.removesuffix("_id"): tokenizer.implementation.id_to_token(i) for name, i in ids.items()}
     described = {"tokenizer_class": "PreTrainedTokenizerFast", **{k: v for k, v in named.items() if v is not None}}
+    if template := file.text("tokenizer.chat_template"):
+        described["chat_template"] = template
     with writing("the tokenizer", target):
         tokenizer.implementation.save(str(target / "tokenizer.json"))
         (target / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")

@@ -36,7 +36,13 @@ class CheckpointWriter:
 
     def __init__(self, run_dir: Path, *, fsdp: int = 1, tensor: int = 1):
         """`fsdp` and `tensor`: axes of the mesh that will read it. The pieces on disk are then those of its shards, or
-        of parts of them; any other mesh can read them too."""
+        of parts of them; any other mesh can read them too.
+
+        Raises:
+          UserError: they are no sizes of a mesh.
+        """
+        if min(fsdp, tensor) < 1 or fsdp * tensor >= 2**31:
+            raise UserError(f"fsdp x tensor must be from 1 to 2147483647 devices, got {fsdp} x {tensor}")
         self._run_dir = run_dir
         self._checkpoint = run_dir / "checkpoints" / "0"
         self._mesh: Any = AbstractMesh((1, fsdp, 1, tensor), AXES, axis_types=(AxisType.Auto,) * len(AXES))

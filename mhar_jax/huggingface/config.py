@@ -110,7 +110,8 @@ def _rotary_of(hf: Mapping[str, Any], where: str) -> dict[str, Any]:
     if kind == "default":
         return {"rope_theta": theta}
     scaling: dict[str, Any] = {k: _number(rope, k) for k in ("factor", "low_freq_factor", "high_freq_factor")}
-    scaling["original_context"] = _whole(rope, "original_max_position_embeddings")
+    original = "original_max_position_embeddings"  # stock code takes it from the top, where it is there
+    scaling["original_context"] = _whole(hf if hf.get(original) is not None else rope, original)
     try:
         return {"rope_theta": theta, "rope_scaling": RopeScaling(**scaling)}
     except ValueError as error:

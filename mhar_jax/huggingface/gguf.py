@@ -89,6 +89,15 @@ class GGUFFile:
             raise self._wrong(name, f"a list of {kind.__name__}", value)
         return value
 
+    def text(self, name: str) -> str | None:
+        """A field that must be text; None where it is missing."""
+        if name not in self.fields:
+            return None
+        value = self.field(name)
+        if not isinstance(value, str):
+            raise self._wrong(name, "text", value)
+        return value
+
     def token_id(self, name: str, tokens: int) -> int | None:
         """A field that must be the id of one of so many tokens; None where it is missing."""
         if name not in self.fields:
@@ -115,6 +124,10 @@ class GGUFFile:
     def names(self) -> set[str]:
         """All tensor names, as Hugging Face has them; a tensor without such a name keeps its own."""
         return set(self._ours)
+
+    def stored_name(self, name: str) -> str:
+        """What the file calls a tensor."""
+        return self._ours[name]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
@@ -191,6 +204,11 @@ def gguf_config(file: GGUFFile, **model_overrides: Any) -> ModelConfig:
     if "model.embed_tokens.weight" not in file.names:
         raise UserError(f"{file.path} must hold token_embd.weight, and does not")
     heads, width = file.heads, file.whole("llama.embedding_length")
+    if heads > width:
+        raise UserError(
+            f"{file.path}: the field llama.attention.head_count must be at most llama.embedding_length = {width}, "
+            f"got {heads}"
+        )
     head = file.whole("llama.attention.key_length", width // heads)
     for name in ("llama.rope.dimension_count", "llama.attention.value_length"):
         if file.whole(name, head) != head:

@@ -29,6 +29,9 @@ class Tensors(Protocol):
     def names(self) -> set[str]:
         """All tensor names."""
 
+    def stored_name(self, name: str) -> str:
+        """What the file calls a tensor."""
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
 
@@ -145,7 +148,9 @@ def read_model(parameters: TensorParameters, mesh: Mesh | None = None) -> Decode
 
 def _check_tied_head(files: Tensors, where: Path) -> None:
     """Some tied checkpoints hold the embedding a second time, under the head's name."""
-    if _EMBEDDING in files.names and files.shape(_EMBEDDING) == files.shape(_HEAD):
+    if _EMBEDDING not in files.names:
+        return  # it is named among what is missing
+    if files.shape(_EMBEDDING) == files.shape(_HEAD):
         a, b = files.read(_EMBEDDING), files.read(_HEAD)
         if a.dtype == b.dtype and np.array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{b.itemsize}")):
             return
@@ -170,5 +175,6 @@ def check_tensors(files: Tensors, table: list[Key], directory: Path) -> None:
         found = files.shape(name)
         if found != shape:
             raise UserError(
-                f"{directory}: tensor {name} must have shape {list(shape)} by config.json, got {list(found)}"
+                f"{directory}: tensor {files.stored_name(name)} must have shape {list(shape)} by its config, "
+                f"got {list(found)}"
             )

@@ -19,8 +19,8 @@ class TensorFiles:
         """Reads the header of `model.safetensors`, or of the shards that `model.safetensors.index.json` names.
 
         Raises:
-          UserError: no such file, a shard that is missing or outside the directory, a tensor in two shards, an index
-            that disagrees with its shards, or a header that does not describe its file.
+          UserError: no such file, one too many, a shard that is missing or outside the directory, a tensor in two
+            shards, an index that disagrees with its shards, or a header that does not describe its file.
         """
         self._entries: dict[str, tuple[str, Entry]] = {}
         self._directory = directory
@@ -39,6 +39,10 @@ class TensorFiles:
     def names(self) -> set[str]:
         """All tensor names."""
         return set(self._entries)
+
+    def stored_name(self, name: str) -> str:
+        """What the file calls a tensor."""
+        return name
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, without reading it."""
@@ -71,8 +75,13 @@ def _index(directory: Path) -> dict[str, str] | None:
 
 def _files(directory: Path) -> list[str]:
     listed = _index(directory)
-    if listed is not None:
-        return sorted(set(listed.values()))
-    if not (directory / SINGLE).is_file():
+    if listed is None and not (directory / SINGLE).is_file():
         raise UserError(f"{directory} must hold {SINGLE} or {INDEX}, and holds neither")
-    return [SINGLE]
+    files = [SINGLE] if listed is None else sorted(set(listed.values()))
+    # Left over from another save, most likely; which of the two is the model cannot be told.
+    others = sorted({path.name for path in directory.glob("model*.safetensors")} - set(files))
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        said = f"beside {SINGLE}" if listed is None else f"which {INDEX} does not name"
+        raise UserError(f"{directory} holds {others[0]}{more}, {said}: move away what is not of the model")
+    return files

@@ -54,30 +54,30 @@ def test_every_model_site_by_site():
 def test_a_blocked_model():
     """Four sites in blocks of two, by hand. What each kernel reads and writes, in rows:
 
-    merge, sites 0 to 3: source in, history out, mix out, half a row of rest; 0 or 1 source of the block; in the second
-    block the partial mix: 3.5 + 4.5 + 4.5 + 5.5. mix, second block: 2 sources in, 2 partials out. Forward 22.
-    finish, sites 3 to 0: cotangent, source, mix, half a row of rest in, cotangent and gradient out; 0 or 1 cotangent of
-    the block; in the first block what was pulled: 5.5 + 6.5 + 6.5 + 7.5. pull, first block: 2 cotangents and 2 sources
-    in, 2 partial gradients out. query: 4 in. Backward 36.
+    merge, sites 0 to 3: source in, history out, mix and its rest out; 0 or 1 source of the block; in the second block
+    the partial mix: 4 + 5 + 5 + 6. mix, second block: 2 sources in, 2 partials out. Forward 24.
+    finish, sites 3 to 0: cotangent, source, mix and its rest in, cotangent and gradient out; 0 or 1 cotangent of
+    the block; in the first block what was pulled: 6 + 7 + 7 + 8. pull, first block: 2 cotangents and 2 sources
+    in, 2 partial gradients out. query: 4 in. Backward 38.
     """
     shape = ModelShape((1, 2, 3, 4), 8, 2, 10)
-    assert traffic.model_rows(shape, "forward", 2) == 22
-    assert traffic.model_rows(shape, "forward_backward", 2) == 58
-    assert traffic.model_bytes(shape, "forward", 2) == 22 * 10 * 8 * 2
+    assert traffic.model_rows(shape, "forward", 2) == 24
+    assert traffic.model_rows(shape, "forward_backward", 2) == 62
+    assert traffic.model_bytes(shape, "forward", 2) == 24 * 10 * 8 * 2
 
 
-# preset: sites a block, rows forward, rows backward. merge: 3.5 a site, the rows inside blocks, 1 a site behind the
-# first block. mix, a block behind the first: where it starts, and its size. finish: 5.5 a site, inside, 1 a site
+# preset: sites a block, rows forward, rows backward. merge: 4 a site, the rows inside blocks, 1 a site behind the
+# first block. mix, a block behind the first: where it starts, and its size. finish: 6 a site, inside, 1 a site
 # before the last block. pull, a block before the last: what follows it, and twice its size. query: 1 a site.
-# 25 sites in 7, 7, 7, 4: inside 3 x 21 + 6 = 69. mix 14 + 21 + 25; merge 87.5 + 69 + 18. pull 32 + 25 + 18; finish
-# 137.5 + 69 + 21. 49 in 6 x 8, 1: inside 168. mix 16 + 24 + ... + 48, 49; merge 171.5 + 168 + 41. pull 41 + 33 + ...
-# + 1 = 126, 96; finish 269.5 + 168 + 48. 73 in 9 x 8, 1: inside 252. mix 16 + ... + 72, 73; merge 255.5 + 252 + 65.
-# pull 65 + 57 + ... + 1 = 297, 144; finish 401.5 + 252 + 72. tiny, one block: merge 10.5 + 3; finish 16.5 + 3.
+# 25 sites in 7, 7, 7, 4: inside 3 x 21 + 6 = 69. mix 14 + 21 + 25; merge 100 + 69 + 18. pull 32 + 25 + 18; finish
+# 150 + 69 + 21. 49 in 6 x 8, 1: inside 168. mix 16 + 24 + ... + 48, 49; merge 196 + 168 + 41. pull 41 + 33 + ...
+# + 1 = 126, 96; finish 294 + 168 + 48. 73 in 9 x 8, 1: inside 252. mix 16 + ... + 72, 73; merge 292 + 252 + 65.
+# pull 65 + 57 + ... + 1 = 297, 144; finish 438 + 252 + 72. tiny, one block: merge 12 + 3; finish 18 + 3.
 BLOCKED = {
-    "tiny": (3, 13.5, 19.5 + 3),
-    "100m": (7, 60 + 174.5, 75 + 227.5 + 25),
-    "350m": (8, 209 + 380.5, 222 + 485.5 + 49),
-    "1b": (8, 425 + 572.5, 441 + 725.5 + 73),
+    "tiny": (3, 15, 21 + 3),
+    "100m": (7, 60 + 187, 75 + 240 + 25),
+    "350m": (8, 209 + 405, 222 + 510 + 49),
+    "1b": (8, 425 + 609, 441 + 762 + 73),
 }
 
 

@@ -24,6 +24,9 @@ GGML, LLAMA = "tokenizer.ggml.", "llama."
         ({LLAMA + "attention.layer_norm_rms_epsilon": float("nan")}, ["must be a finite number above 0, got nan"]),
         ({LLAMA + "attention.head_count": [3, 3]}, ["head_count must be a whole number", "got [3, 3]"]),
         ({LLAMA + "attention.head_count_kv": [3, 3]}, ["head_count_kv must be a whole number"]),
+        ({LLAMA + "attention.head_count": 10**9}, ["head_count must be at most llama.embedding_length = 24, got 1"]),
+        ({"tokenizer.chat_template": 7}, ["tokenizer.chat_template must be text, got 7"]),
+        ({LLAMA + "feed_forward_length": 40}, ["tensor blk.0.ffn_gate.weight must have shape [40, 24] by its config"]),
         ({LLAMA + "block_count": 0}, ["block_count must be a whole number"]),
         ({LLAMA + "rope.freq_base": "fast"}, ["freq_base must be a finite number"]),
         ({LLAMA + "context_length": None}, ["the field llama.context_length is missing"]),
@@ -124,8 +127,9 @@ def test_kv_heads_are_the_heads_where_none_are_named(tools, tmp_path):
     tools.assert_same(*({p: found.read(p).copy() for p in found.paths} for found in (short, whole)))
 
 
-def test_special_tokens_reach_the_export(run, tmp_path):
-    ids = {GGML + "bos_token_id": 5, GGML + "padding_token_id": 7}
+def test_special_tokens_and_chat_template_reach_the_export(run, tmp_path):
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    ids = {GGML + "bos_token_id": 5, GGML + "padding_token_id": 7, "tokenizer.chat_template": template}
     file = write_model(tmp_path / "model.gguf", ids)
     assert run("import", file, tmp_path / "out").code == 0
     assert run("export", tmp_path / "out", tmp_path / "hf").code == 0
@@ -136,3 +140,4 @@ def test_special_tokens_reach_the_export(run, tmp_path):
             assert [found[f"{n}_token_id"] for n in ("bos", "eos", "pad")] == [5, 0, 7]
         tokenizer = json.loads((place / "tokenizer_config.json").read_text())
         assert [tokenizer[f"{n}_token"] for n in ("bos", "eos", "pad")] == [TOKENS[5], TOKENS[0], TOKENS[7]]
+        assert tokenizer["chat_template"] == template

@@ -184,6 +184,18 @@ def test_shards_are_read(shards, hf, tools, run, tmp_path):
     tools.assert_same(tools.read(tmp_path / "out"), tools.read(tools.fixtures / "tiny-qwen3"))
 
 
+def test_a_file_that_the_index_does_not_name(shards, hf, refused):
+    """An older or newer save beside it: stock code would read model.safetensors, and the index says otherwise."""
+    save_file(shards[1], hf / "model.safetensors")
+    refused("holds model.safetensors, which model.safetensors.index.json does not name")
+
+
+def test_a_shard_beside_a_single_file(hf, refused):
+    for i in (1, 2):
+        shutil.copyfile(hf / "model.safetensors", hf / f"model-0000{i}-of-00002.safetensors")
+    refused("holds model-00001-of-00002.safetensors and 1 more, beside model.safetensors")
+
+
 def test_a_missing_shard(shards, hf, refused):
     (hf / "b.safetensors").unlink()
     refused("names the shard b.safetensors, which is not there")
@@ -295,7 +307,7 @@ def test_what_float16_cannot_hold_is_warned_about_and_named(hf, run, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"hidden_size": 128}, ["must have shape", "by config.json"]),
+        ({"hidden_size": 128}, ["must have shape", "by its config"]),
         ({"num_hidden_layers": 2}, ["no place for", "model.layers.2"]),
         ({"num_hidden_layers": 5}, ["misses tensors", "model.layers."]),
         ({"num_hidden_layers": 900}, ["says that there are 900 layers, and has 35 tensors"]),

@@ -146,6 +146,10 @@ def test_a_tied_head_that_is_there_twice(tools, run, tmp_path):
     tensors["lm_head.weight"][3, 5] += 1
     save_file(tensors, tmp_path / "hf" / "model.safetensors")
     assert "lm_head.weight is not equal to" in run("import", tmp_path / "hf", tmp_path / "second").one_sentence()
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    sentence = run("import", tmp_path / "hf", tmp_path / "third").one_sentence()
+    assert "misses tensors: model.embed_tokens.weight" in sentence
 
 
 def test_the_tokenizer_travels(tools, run, tmp_path):
@@ -168,12 +172,12 @@ def test_the_tokenizer_travels(tools, run, tmp_path):
     assert exported["eos_token_id"] == json.loads((source / "generation_config.json").read_text())["eos_token_id"]
 
 
-@pytest.mark.parametrize("axis", ["--fsdp=0", "--tensor=-1", f"--tensor={2**31}"])
-def test_axes_that_cannot_be(tools, run, tmp_path, axis):
-    assert (
-        "must be from 1 to 2147483647"
-        in run("import", tools.fixtures / "tiny-qwen3", tmp_path / "o", axis).one_sentence()
-    )
+@pytest.mark.parametrize(
+    "axes", [["--fsdp=0"], ["--tensor=-1"], [f"--tensor={2**31}"], ["--fsdp=65536", "--tensor=32768"]]
+)
+def test_axes_that_cannot_be(tools, run, tmp_path, axes):
+    sentence = run("import", tools.fixtures / "tiny-qwen3", tmp_path / "o", *axes).one_sentence()
+    assert "must be from 1 to 2147483647" in sentence
     assert list(tmp_path.iterdir()) == []
 
 

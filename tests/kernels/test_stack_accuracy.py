@@ -85,8 +85,7 @@ def mean_errors(layer, implementation, features=slice(None), **kind):
     ("implementation", "size"),
     [
         ("xla", 0.1),
-        *((name, 0.01) for name in BACKENDS[1:]),  # mixes known to 17 bits show here, where dl is not balanced
-        pytest.param("triton", 0.001, marks=pytest.mark.exhaustive),
+        *((name, 0.01) for name in BACKENDS[1:]),  # 8 bits of what rounding took from a mix would show here
         *(pytest.param(name, 0.1, marks=pytest.mark.exhaustive) for name in BACKENDS[1:]),
         *(pytest.param(name, 1.0, marks=pytest.mark.exhaustive) for name in BACKENDS),
     ],

@@ -164,7 +164,7 @@ def test_missing_unknown_and_misshaped_tensors_are_named(directory):
         load_huggingface(directory)
     edit_tensors(directory, lambda t: t.pop("model.layers.0.extra"))
     edit_tensors(directory, lambda t: t.update({"model.norm.weight": np.zeros(3, np.float32)}))
-    with pytest.raises(UserError, match=r"model\.norm\.weight must have shape \[64\] by config\.json, got \[3\]"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight must have shape \[64\] by its config, got \[3\]"):
         load_huggingface(directory)
     edit_tensors(directory, lambda t: t.pop("model.norm.weight"))
     with pytest.raises(UserError, match=r"misses tensors: model\.norm\.weight"):
@@ -211,3 +211,5 @@ def test_older_rotary_keys():
     rope = described.pop("rope_parameters")
     described |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     assert model_config(described) == new
+    above = described | {"original_max_position_embeddings": 16}  # before the section's, as in stock code
+    assert model_config(above).rope_scaling.original_context == 16
