@@ -40,7 +40,7 @@ class Effect:
         return len(self.by_seed) > 1 and len(signs) == 1 and clear
 
     def cell(self) -> str:
-        """For a table: the mean, its half range over seeds, and the noise of a single evaluation."""
+        """For a table: the mean, each seed, and the noise of a single evaluation."""
         if not self.by_seed:
             return NOT_RUN
         noise = f"one evaluation ±{max(self.noise):.3f}"
