@@ -36,7 +36,7 @@ class History(NamedTuple):
 class Read(NamedTuple):
     """What `finish` needs of a site beside what was read there."""
 
-    rest: jax.Array  # int16 [T, D]: what rounding took from that; Δ would be off by as much as mixes are
+    rest: jax.Array  # `Shape.rest`: what rounding took from that; Δ would be off by as much as mixes are
     mix_rms: jax.Array  # float32 [T]: inverse RMS of the mix, where the kernel applies the norm
     mix: jax.Array | None  # [..., D], where the norm is not the kernel's
 
@@ -93,7 +93,7 @@ def merge(
         [
             *shape.history(plan.keep),
             shape.row(),
-            shape.row(jnp.int16) if plan.keep else _none(jnp.int16),
+            shape.rest() if plan.keep else _none(shape.rest().dtype),
             jax.ShapeDtypeStruct((shape.tokens,), jnp.float32) if plan.keep and fused else _none(jnp.float32),
         ],
         {
@@ -103,6 +103,7 @@ def merge(
             "NORM": fused,
             "KEEP": plan.keep,
             "OUTSIDE": outside is not None,
+            "PACKED": shape.packed,
             "STAGES": _STAGES["merge"],
         },
         (shape.tokens,),
@@ -212,7 +213,13 @@ def finish(
             block.stop,
         ],
         [*shape.later(), shape.row()],
-        {**shape.rows(), "NORM": fused, "OUTSIDE": outside is not None, "STAGES": _STAGES["finish"]},
+        {
+            **shape.rows(),
+            "NORM": fused,
+            "OUTSIDE": outside is not None,
+            "PACKED": shape.packed,
+            "STAGES": _STAGES["finish"],
+        },
         (shape.tokens,),
         warps=shape.row_warps,
         aliases={} if first else {12 + i: i for i in range(3)},

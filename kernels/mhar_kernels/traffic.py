@@ -26,7 +26,8 @@ class Rows(NamedTuple):
 def rows(sites: int, block: int) -> Rows:
     """Rows read or written a token, forward and backward, where parts between kernels are as wide as sources.
 
-    The kernels' parts are float32: beside 16-bit sources, each of those rows is two.
+    The kernels' parts are float32: beside 16-bit sources, each of those rows is two. What rounding took from a mix is a
+    row at most.
 
     - mix, a block: the sources before it are read, S partial mixes written.
     - merge, a site: the new source is read and written to the history, the sources of the block before it read, the

@@ -84,6 +84,17 @@ class Shape(NamedTuple):
     def row(self, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.tokens, self.dim), dtype or self.dtype)
 
+    @property
+    def packed(self) -> bool:
+        """Whether what rounding took from a mix is kept in 10 bits: where a byte's four features are of one tile."""
+        return self.rows()["L"] % 4 == 0 and self.head_dim % 4 == 0
+
+    def rest(self) -> jax.ShapeDtypeStruct:
+        """Of that, a site."""
+        if self.packed:
+            return jax.ShapeDtypeStruct((self.tokens, self.dim + self.dim // 4), jnp.int8)
+        return self.row(jnp.int16)
+
     def history(self, keep: bool) -> list[jax.ShapeDtypeStruct]:
         """Of sources, inverse_rms, lse and logits; the last two are for a backward pass."""
         t, n, h = self.tokens, self.depth, self.num_heads

@@ -49,12 +49,91 @@ def _near_and_rest(exact, dtype: tl.constexpr, MANTISSA: tl.constexpr):
 
 @triton.jit
 def _whole(near, rest, MANTISSA: tl.constexpr):
-    """What `_near_and_rest` was given, to float32's own rounding; near, rest: as any numbers of 32 bits."""
+    """What `_near_and_rest` was given, as far as the rest goes; near: as any numbers of 32 bits, rest: as int32."""
     wide = near.to(tl.float32)
     if MANTISSA == 7:
-        return (wide.to(tl.int32, bitcast=True) + rest.to(tl.int32)).to(tl.float32, bitcast=True)
+        return (wide.to(tl.int32, bitcast=True) + rest).to(tl.float32, bitcast=True)
     else:
         return wide + rest.to(tl.float32) * _rest_unit(wide, MANTISSA)
+
+
+@triton.jit
+def _quarter_offsets(c, K: tl.constexpr, HB: tl.constexpr, L: tl.constexpr):
+    """Where tile c's fourths of features are: [HB, 1, L / 4]."""
+    heads = tl.arange(0, HB)[:, None, None]
+    return heads * (K // 4) + c * (L // 4) + tl.arange(0, L // 4)[None, None, :]
+
+
+@triton.jit
+def _store_rest(
+    pointer,
+    tiles,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    HB: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """Writes the rest of a row. PACKED: in 10 bits; the upper 8 of all D features, then the lower 2, four a byte."""
+    if PACKED:
+        shifts = (2 * tl.arange(0, 4))[None, None, :]
+        upper = ()
+        for c in tl.static_range(C):
+            rounded = tl.minimum((tiles[c] + 32) >> 6, 511)
+            upper = upper + (rounded >> 2,)
+            lower = tl.sum(tl.reshape(rounded & 3, (HB, L // 4, 4)) << shifts, axis=2)
+            lower = tl.reshape(lower, (HB, 1, L // 4)).to(tl.int8)
+            at = _quarter_offsets(c, K, HB, L)
+            if H == HB and C * L == K:
+                tl.store(pointer + D + at, lower)
+            else:
+                heads = tl.arange(0, HB)[:, None, None]
+                exists = (heads < H) & (c * L + 4 * tl.arange(0, L // 4)[None, None, :] < K)
+                tl.store(pointer + D + at, lower, mask=exists)
+        _store_row(pointer, upper, H, K, HB, L, C)
+    else:
+        _store_row(pointer, tiles, H, K, HB, L, C)
+
+
+@triton.jit
+def _load_rest(
+    pointer,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    HB: tl.constexpr,
+    L: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+):
+    """What `_store_rest` wrote, as it is there: tiles [HB, 1, L], and of PACKED also tiles [HB, 1, L / 4]."""
+    if PACKED:
+        lower = ()
+        for c in tl.static_range(C):
+            at = _quarter_offsets(c, K, HB, L)
+            if H == HB and C * L == K:
+                fourths = tl.load(pointer + D + at)
+            else:
+                heads = tl.arange(0, HB)[:, None, None]
+                exists = (heads < H) & (c * L + 4 * tl.arange(0, L // 4)[None, None, :] < K)
+                fourths = tl.load(pointer + D + at, mask=exists, other=0)
+            lower = lower + (fourths,)
+        return _load_row(pointer, H, K, HB, L, C, tl.int8), lower
+    else:
+        return _load_row(pointer, H, K, HB, L, C, tl.int16), ()
+
+
+@triton.jit
+def _rest(tiles, lower, c: tl.constexpr, HB: tl.constexpr, L: tl.constexpr, PACKED: tl.constexpr):
+    """Tile c of what was loaded, in the units that were given to `_store_rest`."""
+    if PACKED:
+        shifts = (2 * tl.arange(0, 4))[None, None, :]
+        fourths = tl.reshape(lower[c], (HB, L // 4)).to(tl.int32)[:, :, None]
+        return (tiles[c].to(tl.int32) << 8) | (tl.reshape((fourths >> shifts) & 3, (HB, 1, L)) << 6)
+    else:
+        return tiles[c].to(tl.int32)
 
 
 @triton.jit
@@ -76,7 +155,7 @@ def merge_kernel(
     lse,  # float32 [T, H, NP], in place
     logits,  # float32 [T, N, S, H], in place: of each site, inside its block
     read,  # [T, D]: the mix, through its norm
-    rest,  # int16 [T, D]: what rounding took from that, in 2**-16 of its spacing
+    rest,  # what rounding took from that, in 2**-16 of its spacing: int16 [T, D], or PACKED int8 [T, D + D / 4]
     mix_rms,  # float32 [T]: inverse RMS of the mix
     D: tl.constexpr,
     H: tl.constexpr,
@@ -93,6 +172,7 @@ def merge_kernel(
     NORM: tl.constexpr,
     KEEP: tl.constexpr,
     OUTSIDE: tl.constexpr,
+    PACKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One token a program: the newest source enters the history, and the site's mix is finished.
@@ -176,7 +256,7 @@ def merge_kernel(
         lost = lost + (pair[1],)
     _store_row(read + t * D, out, H, K, HB, L, C)
     if KEEP:
-        _store_row(rest + t * D, lost, H, K, HB, L, C)
+        _store_rest(rest + t * (D + D // 4 * PACKED), lost, D, H, K, HB, L, C, PACKED)
         tl.store(lse + (t * H + heads) * NP + site, m + tl.log(z), mask=heads < H)
 
 
@@ -184,7 +264,7 @@ def merge_kernel(
 def finish_kernel(
     cotangent,  # [T, D]: of what is read at this site
     read,  # [T, D]: that
-    rest,  # int16 [T, D]
+    rest,  # of that, as `merge` wrote it
     mix_rms,  # float32 [T], or unused
     scale,  # float32 [D]: of the norm, or unused
     queries,  # [N, D] in the storage dtype: effective
@@ -217,6 +297,7 @@ def finish_kernel(
     MANTISSA: tl.constexpr,
     NORM: tl.constexpr,
     OUTSIDE: tl.constexpr,
+    PACKED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """One token a program: site `site`'s cotangent is kept, and the gradient of source `site` finished."""
@@ -230,7 +311,7 @@ def finish_kernel(
     v = _load_row(sources + site * stride + t * D, H, K, HB, L, C)
     d_out = _load_row(cotangent + t * D, H, K, HB, L, C)
     near = _load_row(read + t * D, H, K, HB, L, C)
-    lost = _load_row(rest + t * D, H, K, HB, L, C, tl.int16)
+    lost, fourths = _load_rest(rest + t * (D + D // 4 * PACKED), D, H, K, HB, L, C, PACKED)
     q = _load_row(queries + site * D, H, K, HB, L, C)
     r = tl.load(inverse_rms + t * NP + site)
     own_logit = tl.load(own + site * (S * H), mask=exists, other=0.0)
@@ -244,7 +325,7 @@ def finish_kernel(
         shared = tl.zeros((HB, 1, 1), tl.float32)
     exact = ()
     for c in tl.static_range(C):
-        exact = exact + (_whole(near[c], lost[c], MANTISSA),)
+        exact = exact + (_whole(near[c], _rest(lost, fourths, c, HB, L, PACKED), MANTISSA),)
     if NORM:  # back through it; what was read, over scale and inverse RMS, is the mix
         w = _load_row(scale, H, K, HB, L, C)
         inverse = tl.load(mix_rms + t)

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mhar_kernels import depth_stack, schedule, stages_triton, traffic, triton_launch, triton_stage_calls
+from mhar_kernels import depth_route, depth_stack, schedule, stages_triton, traffic, triton_launch, triton_stage_calls
 from mhar_kernels.triton_resources import stage_resources
 from oracle import error
 from test_stack import random_stack, tanh_layer
@@ -195,6 +195,41 @@ def test_the_gpu_compiler_takes_every_kernel(capability):
         assert r.shared <= 98_304, name  # 99 KiB on the smallest chips
         most = {"depth_stack_mix": 256, "depth_stack_pull": 256, "depth_stack_query": 16 if capability == 80 else 0}
         assert r.spilled <= most.get(name, 0), (name, r)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype", "packed"),
+    [
+        (2, 64, "bfloat16", True),
+        (3, 44, "bfloat16", True),  # a head, and the end of each head, that do not fill their tiles
+        (3, 44, "float16", True),
+        (2, 18, "bfloat16", False),  # tiles of two features
+    ],
+)
+def test_what_rounding_takes_from_a_mix_is_kept(heads, head_dim, dtype, packed):
+    """10 bits of it where four features share a byte, else 16; beside float32's own rounding, of 16 units."""
+    dim, rng = heads * head_dim, np.random.default_rng(0)
+    x, source = jnp.asarray(rng.lognormal(size=(2, 5, dim)), dtype)  # nothing cancels: float32 is off by a few units
+    queries = jnp.asarray(rng.standard_normal((2, dim)) / 10, jnp.float32)
+    plan = schedule.Plan((None,), heads, 1e-6, 2, "none", interpret=True)
+    history = stages_triton.start(plan, x, queries, None)
+    history, _, _ = stages_triton.merge(plan, history, 0, x, None, None)
+    _, read, kept = stages_triton.merge(plan, history, 1, source, None, None)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a, np.float64)) for a in (x, source, queries[1])]
+        exact = np.asarray(depth_route(wide[:2], wide[2], num_heads=heads, implementation="reference"))
+    rest = np.asarray(kept.rest, np.int64)
+    if packed:
+        upper, lower = rest[:, :dim], rest[:, dim:, None] >> np.arange(0, 8, 2) & 3
+        rest = upper << 8 | lower.reshape(upper.shape) << 6
+    near, kind = np.asarray(read, np.float32), jnp.finfo(dtype)
+    unit = np.maximum(2.0 ** np.floor(np.log2(np.abs(near))), kind.tiny) * 2.0 ** (-kind.nmant - 16)
+    whole = near + rest * unit
+    if dtype == "bfloat16":  # the lower half of a float32, with the upper half's sign
+        whole = (near.view(np.int32) + rest.astype(np.int32)).view(np.float32)
+    assert kept.rest.dtype == (jnp.int8 if packed else jnp.int16)
+    assert (np.abs(near - exact) / unit).max() > 30_000
+    assert (np.abs(whole - exact) / unit).max() < (64 if packed else 1) + 16
 
 
 def test_the_gpu_compiler_takes_one_token():
