@@ -58,13 +58,6 @@ def _whole(near, rest, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def _quarter_offsets(c, K: tl.constexpr, HB: tl.constexpr, L: tl.constexpr):
-    """Where tile c's fourths of features are: [HB, 1, L / 4]."""
-    heads = tl.arange(0, HB)[:, None, None]
-    return heads * (K // 4) + c * (L // 4) + tl.arange(0, L // 4)[None, None, :]
-
-
-@triton.jit
 def _store_rest(
     pointer,
     tiles,
@@ -80,19 +73,14 @@ def _store_rest(
     if PACKED:
         shifts = (2 * tl.arange(0, 4))[None, None, :]
         upper = ()
+        lower = ()
         for c in tl.static_range(C):
             rounded = tl.minimum((tiles[c] + 32) >> 6, 511)
+            fourths = tl.sum(tl.reshape(rounded & 3, (HB, L // 4, 4)) << shifts, axis=2)
             upper = upper + (rounded >> 2,)
-            lower = tl.sum(tl.reshape(rounded & 3, (HB, L // 4, 4)) << shifts, axis=2)
-            lower = tl.reshape(lower, (HB, 1, L // 4)).to(tl.int8)
-            at = _quarter_offsets(c, K, HB, L)
-            if H == HB and C * L == K:
-                tl.store(pointer + D + at, lower)
-            else:
-                heads = tl.arange(0, HB)[:, None, None]
-                exists = (heads < H) & (c * L + 4 * tl.arange(0, L // 4)[None, None, :] < K)
-                tl.store(pointer + D + at, lower, mask=exists)
+            lower = lower + (tl.reshape(fourths, (HB, 1, L // 4)),)
         _store_row(pointer, upper, H, K, HB, L, C)
+        _store_row(pointer + D, lower, H, K // 4, HB, L // 4, C)
     else:
         _store_row(pointer, tiles, H, K, HB, L, C)
 
@@ -108,19 +96,10 @@ def _load_rest(
     C: tl.constexpr,
     PACKED: tl.constexpr,
 ):
-    """What `_store_rest` wrote, as it is there: tiles [HB, 1, L], and of PACKED also tiles [HB, 1, L / 4]."""
+    """What `_store_rest` wrote, as it is there: tiles [HB, 1, L], and where PACKED tiles [HB, 1, L / 4]."""
     if PACKED:
-        lower = ()
-        for c in tl.static_range(C):
-            at = _quarter_offsets(c, K, HB, L)
-            if H == HB and C * L == K:
-                fourths = tl.load(pointer + D + at)
-            else:
-                heads = tl.arange(0, HB)[:, None, None]
-                exists = (heads < H) & (c * L + 4 * tl.arange(0, L // 4)[None, None, :] < K)
-                fourths = tl.load(pointer + D + at, mask=exists, other=0)
-            lower = lower + (fourths,)
-        return _load_row(pointer, H, K, HB, L, C, tl.int8), lower
+        upper = _load_row(pointer, H, K, HB, L, C, tl.int8)
+        return upper, _load_row(pointer + D, H, K // 4, HB, L // 4, C, tl.int8)
     else:
         return _load_row(pointer, H, K, HB, L, C, tl.int16), ()
 
