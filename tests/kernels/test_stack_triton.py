@@ -207,7 +207,7 @@ def test_the_gpu_compiler_takes_every_kernel(capability):
     ],
 )
 def test_what_rounding_takes_from_a_mix_is_kept(heads, head_dim, dtype, packed):
-    """10 bits of it where four features share a byte, else 16; beside float32's own rounding, of 16 units."""
+    """10 bits of it where four features share a byte, else 16; float32's own rounding is up to 16 units of those."""
     dim, rng = heads * head_dim, np.random.default_rng(0)
     x, source = jnp.asarray(rng.lognormal(size=(2, 5, dim)), dtype)  # nothing cancels: float32 is off by a few units
     queries = jnp.asarray(rng.standard_normal((2, dim)) / 10, jnp.float32)
@@ -229,7 +229,8 @@ def test_what_rounding_takes_from_a_mix_is_kept(heads, head_dim, dtype, packed):
         whole = (near.view(np.int32) + rest.astype(np.int32)).view(np.float32)
     assert kept.rest.dtype == (jnp.int8 if packed else jnp.int16)
     assert (np.abs(near - exact) / unit).max() > 30_000
-    assert (np.abs(whole - exact) / unit).max() < (64 if packed else 1) + 16
+    step = np.where(np.abs(rest) >= 511 << 6, 64, 32) if packed else 1  # half of the last bit; the largest is cut off
+    assert (np.abs(whole - exact) / unit - step).max() < 16
 
 
 def test_the_gpu_compiler_takes_one_token():
