@@ -2,8 +2,8 @@
 
 One program takes one token's rows, held as in `triton_kernels` (C tiles [HB, 1, L]), and walks the few rows of the
 block: `merge` forward, `finish` backward. (Tiles change their shape in one place, where the lower bits of four features
-of a rest, all a lane's own, become a byte, and back.) What lies outside the loop is asked for before it, so that it arrives
-together; `finish` uses it before the loop, since registers are what limits how many tokens are in flight.
+of a rest, all a lane's own, become a byte, and back.) What lies outside the loop is asked for before it, so that it
+arrives together; `finish` uses it before the loop, since registers are what limits how many tokens are in flight.
 
 Rows are 16-bit numbers. Buffers indexed by a token come token first, so that what one program wants of all sites lies
 together. In-place buffers are outputs that alias an input, named `unused_*` here.
